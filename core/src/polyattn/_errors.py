@@ -1,0 +1,110 @@
+"""Every exception that polyattn raises on purpose.
+
+::
+
+    PolyattnError
+    ├── UnknownBackendError(LookupError)        no installed plugin has that name
+    ├── DuplicatePluginError                    two distributions claim one name
+    ├── BackendLoadError(ImportError)           a plugin raised while it was imported or checked
+    ├── IncompatiblePluginError                 a plugin speaks another api_version
+    ├── BlockedPluginError                      an allow list or a disable list forbids the plugin
+    ├── UnsupportedAttentionError(ValueError)   a backend refuses; carries every reason
+    ├── LayoutError(ValueError)                 a mask layout contradicts itself or the tensors
+    ├── AttentionInputError(ValueError)         q, k, v, bias or sinks break the conventions
+    ├── RopeConfigError(ValueError)             a rotary spec is incomplete or contradictory
+    └── ConfigError(ValueError)                 a configuration file or value is wrong
+
+All of them survive pickling with their attributes, so that an error raised in a worker process
+reads the same in the parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from polyattn._request import Reason
+
+
+class PolyattnError(Exception):
+    """Base of every error that polyattn raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions pickle as cls(*args); attributes that __init__ derived travel in __dict__.
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild(cls: type[PolyattnError], args: tuple[Any, ...], state: dict[str, Any]) -> PolyattnError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class UnknownBackendError(PolyattnError, LookupError):
+    """No installed plugin has the name; the message lists what is installed and what to do."""
+
+
+class DuplicatePluginError(PolyattnError):
+    """Several distributions register one name; the message names each and both cures."""
+
+
+class _PluginError(PolyattnError):
+    """An error about one plugin; carries which."""
+
+    def __init__(self, message: str, *, name: str = "", dist: str = "", version: str = "") -> None:
+        super().__init__(message)
+        self.name = name
+        self.dist = dist
+        self.version = version
+
+
+class BackendLoadError(_PluginError, ImportError):
+    """Importing or checking a plugin failed; ``__cause__`` is what the plugin raised."""
+
+
+class IncompatiblePluginError(_PluginError):
+    """The plugin's ``api_version`` lies outside the range that this core accepts."""
+
+
+class BlockedPluginError(_PluginError):
+    """The name is installed but may not be loaded; the message says which list forbids it."""
+
+
+class UnsupportedAttentionError(PolyattnError, ValueError):
+    """A backend cannot honour a layout and request.
+
+    Attributes:
+        backend: name of the backend that refuses.
+        reasons: every :class:`Reason`, in the order in which the backend found them.
+        alternatives: names of installed backends that can do the same work.
+    """
+
+    def __init__(self, backend: str, reasons: Sequence[Reason], alternatives: Sequence[str] | None = None) -> None:
+        self.backend = backend
+        self.reasons: tuple[Reason, ...] = tuple(reasons)
+        self.alternatives: tuple[str, ...] | None = None if alternatives is None else tuple(alternatives)
+        lines = [f"backend '{backend}' cannot do this attention:"]
+        lines += [f"  - {reason}" for reason in self.reasons]
+        if self.alternatives:
+            lines.append(f"  installed backends that can: {', '.join(self.alternatives)}")
+        elif self.alternatives is not None:
+            lines.append("  no installed backend can; `polyattn explain` shows each one's reasons")
+        super().__init__("\n".join(lines))
+
+
+class LayoutError(PolyattnError, ValueError):
+    """A mask layout contradicts itself or does not fit the tensors it is used with."""
+
+
+class AttentionInputError(PolyattnError, ValueError):
+    """A tensor or scalar argument breaks the conventions that all backends share."""
+
+
+class RopeConfigError(PolyattnError, ValueError):
+    """A rotary spec or a model configuration is incomplete, unknown or contradictory."""
+
+
+class ConfigError(PolyattnError, ValueError):
+    """A training configuration is wrong; the message names the key, what it got and what it needs."""

@@ -1,0 +1,231 @@
+"""What one attention call asks for, and why a backend may refuse it.
+
+``AttentionRequest`` holds everything that a backend must know before it sees tensor data: sizes,
+dtype, device and features. It is a value (frozen, hashable), so equal requests share prepared state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from polyattn._errors import AttentionInputError
+
+if TYPE_CHECKING:
+    import torch
+
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+MASKS = (
+    "full",
+    "causal",
+    "window",
+    "padded",
+    "packed",
+    "prefix_lm",
+    "chunked",
+    "positions",
+    "dense",
+    "mask_mod",
+    "per_head_mask",
+    "active_queries",
+)
+#: What a backend may declare in ``abilities`` and what ``Reason.feature`` names.
+FEATURES = (
+    *DTYPES,
+    *MASKS,
+    "gqa",
+    "unequal_width",
+    "bias",
+    "bias_grad",
+    "softcap",
+    "sinks",
+    "lse",
+    "lse_grad",
+    "grad",
+    "dropout",
+    "deterministic",
+    "second_order",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """One machine-readable reason for a refusal.
+
+    Attributes:
+        code: stable identifier, ``snake_case``, for programs (``"no_lse_grad"``).
+        feature: what was asked for: one of :data:`FEATURES`, or ``"device"``, ``"kernel"``, ``"options"``.
+        got: the value that was asked for.
+        need: what the backend needs instead.
+        hint: what to do about it; may be empty.
+    """
+
+    code: str
+    feature: str
+    got: str
+    need: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.feature}: got {self.got}, need {self.need}"
+        return f"{text}; {self.hint}" if self.hint else text
+
+    def to_dict(self) -> dict[str, str]:
+        """The reason as a JSON object."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRequest:
+    """Everything but the mask that one attention call asks for.
+
+    Attributes:
+        batch: B of the tensors; a layout of batch 1 is expanded to it.
+        heads: query heads Hq.
+        kv_heads: key/value heads Hkv; ``heads % kv_heads == 0``.
+        head_dim: width D of queries and keys.
+        v_head_dim: width Dv of values.
+        dtype: dtype of q, k and v after the autocast rule.
+        device: device of q, k and v, index included.
+        scale: factor of the scores; ``None`` means ``head_dim ** -0.5`` and is resolved at construction.
+        dropout_p: probability of dropping an attention weight; acts only when ``training``.
+        training: whether the caller trains.
+        softcap: ``c`` in ``c * tanh(scores / c)``, or ``None``.
+        has_bias: whether a bias will be given to ``attend``.
+        has_sinks: whether sink logits will be given to ``attend``.
+        needs_grad: whether gradients into any tensor may be asked for.
+        needs_bias_grad: whether gradients into the bias may be asked for.
+        needs_lse: whether the log-sum-exp is returned.
+        needs_lse_grad: whether gradients flow through the log-sum-exp.
+        deterministic: whether only deterministic kernels may run.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float | None = None
+    dropout_p: float = 0.0
+    training: bool = False
+    softcap: float | None = None
+    has_bias: bool = False
+    has_sinks: bool = False
+    needs_grad: bool = False
+    needs_bias_grad: bool = False
+    needs_lse: bool = False
+    needs_lse_grad: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("batch", "heads", "kv_heads", "head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            least = 0 if name == "batch" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                problems.append(f"{name} must be an int >= {least}, got {value!r}")
+        if not problems and self.heads % self.kv_heads:
+            problems.append(
+                f"heads must be a multiple of kv_heads, got heads={self.heads} and kv_heads={self.kv_heads}"
+            )
+        if self.scale is None:
+            if not problems:
+                object.__setattr__(self, "scale", self.head_dim**-0.5)
+        elif not _is_number(self.scale) or not math.isfinite(self.scale):
+            problems.append(f"scale must be a finite number or None, got {self.scale!r}")
+        if not _is_number(self.dropout_p) or not 0.0 <= self.dropout_p < 1.0:
+            problems.append(f"dropout_p must lie in [0, 1), got {self.dropout_p!r}")
+        if self.softcap is not None and not (
+            _is_number(self.softcap) and math.isfinite(self.softcap) and self.softcap > 0
+        ):
+            problems.append(f"softcap must be a positive finite number or None, got {self.softcap!r}; None turns it off")
+        if self.needs_lse_grad and not self.needs_lse:
+            problems.append("needs_lse_grad must come with needs_lse=True, got needs_lse=False")
+        if self.needs_bias_grad and not self.has_bias:
+            problems.append("needs_bias_grad must come with has_bias=True, got has_bias=False")
+        if problems:
+            raise AttentionInputError("; ".join(problems))
+
+    @property
+    def dropout(self) -> float:
+        """The dropout probability that acts: ``dropout_p`` while training, else 0."""
+        return self.dropout_p if self.training else 0.0
+
+    @property
+    def group(self) -> int:
+        """How many query heads share one KV head."""
+        return self.heads // self.kv_heads
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        training: bool = False,
+        softcap: float | None = None,
+        has_bias: bool | None = None,
+        has_sinks: bool | None = None,
+        needs_grad: bool | None = None,
+        needs_bias_grad: bool | None = None,
+        needs_lse: bool = False,
+        needs_lse_grad: bool = False,
+        deterministic: bool | None = None,
+    ) -> AttentionRequest:
+        """Read the request off the tensors of a call.
+
+        Args:
+            q: ``[B, Hq, Q, D]``.
+            k: ``[B, Hkv, K, D]``.
+            v: ``[B, Hkv, K, Dv]``.
+            bias: the bias of the call, if it is at hand; gives ``has_bias`` and ``needs_bias_grad``.
+            sinks: the sink logits of the call, if they are at hand; gives ``has_sinks``.
+
+        Every other keyword is the attribute of that name; ``None`` means: read it off the tensors and
+        off torch's modes (grad mode, autocast, deterministic algorithms).
+
+        Raises:
+            AttentionInputError: shapes, dtypes or devices contradict each other, or a scalar is out of range.
+        """
+        import torch
+
+        from polyattn._tensors import check_qkv, compute_dtype
+
+        check_qkv(q, k, v)
+        grad_mode = torch.is_grad_enabled()
+        bias_grad = grad_mode and bias is not None and bias.requires_grad
+        sinks_grad = grad_mode and sinks is not None and sinks.requires_grad
+        inputs_grad = grad_mode and (q.requires_grad or k.requires_grad or v.requires_grad)
+        return cls(
+            batch=q.shape[0],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=q.shape[3],
+            v_head_dim=v.shape[3],
+            dtype=compute_dtype(q, k, v),
+            device=q.device,
+            scale=scale,
+            dropout_p=dropout_p,
+            training=training,
+            softcap=softcap,
+            has_bias=(bias is not None) if has_bias is None else has_bias,
+            has_sinks=(sinks is not None) if has_sinks is None else has_sinks,
+            needs_grad=(inputs_grad or bias_grad or sinks_grad) if needs_grad is None else needs_grad,
+            needs_bias_grad=bias_grad if needs_bias_grad is None else needs_bias_grad,
+            needs_lse=needs_lse,
+            needs_lse_grad=needs_lse_grad,
+            deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
