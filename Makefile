@@ -1,0 +1,65 @@
+# `make demo` and `make test` need Python >= 3.10, pip and make; each target creates what it needs.
+# The distributions of the workspace are listed once, in requirements-dev.txt.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+WORKSPACE := $(shell sed -n 's/^-e //p' requirements-dev.txt)
+READY := $(VENV)/.workspace
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo test lint format hooks bench clean
+
+help:
+	@echo "make demo    train the same small model on two backends and compare them"
+	@echo "make test    run every test"
+	@echo "make lint    ruff, formatting, types, import contracts"
+	@echo "make format  let ruff mend and format the sources"
+	@echo "make hooks   run every pre-commit hook on all files"
+	@echo "make bench   time the backends side by side"
+	@echo "make clean   remove $(VENV), out/ and caches"
+
+setup: $(READY)
+
+demo: $(READY)
+	$(BIN)/tiny-lm demo examples/tiny_lm/demo.yaml --out out
+
+# One thread a worker: the workers already share the cores.
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+hooks: $(READY)
+	PATH="$(CURDIR)/$(BIN):$$PATH" PRE_COMMIT_HOME="$(CURDIR)/$(VENV)/pre-commit" \
+		$(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+bench: $(READY)
+	$(BIN)/python benchmarks/bench_backends.py
+
+clean:
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# Torch and the tools first, then all of the workspace at once without build isolation: seconds, not half a minute.
+$(VENV)/.tools: requirements-dev.txt constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed, $(PYTHON) is " + sys.version.split()[0] + "; run: make PYTHON=python3.12 ...")'
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "Installing torch and the tools into $(VENV) (once; torch is large)"
+	@sed '/^-/d' requirements-dev.txt > $(VENV)/tools.txt
+	@$(PIP) install --quiet --constraint constraints.txt --requirement $(VENV)/tools.txt
+	@touch $@
+
+$(READY): $(VENV)/.tools $(WORKSPACE:%=%/pyproject.toml)
+	@echo "Installing the workspace: $(WORKSPACE)"
+	@$(PIP) install --quiet --no-build-isolation --no-deps $(WORKSPACE:%=--editable %)
+	@$(PIP) check
+	@touch $@
