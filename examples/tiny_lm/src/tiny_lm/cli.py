@@ -1,0 +1,141 @@
+"""The command line: ``tiny-lm train`` and ``tiny-lm demo``.
+
+What the user can put right ends with one message and exit status 2, an interrupted run with 130, and a demo whose
+backends disagree with 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import polyattn
+from tiny_lm import checkpoint, config, report
+from tiny_lm.train import Run, peak_memory, train
+
+INTERRUPTED = 130
+
+
+class BadInput(click.ClickException):
+    """One message, without a traceback."""
+
+    exit_code = 2
+
+
+class Commands(click.Group):
+    """Turns every error that the user can put right into :class:`BadInput`."""
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: D102
+        try:
+            return super().invoke(ctx)
+        except (polyattn.PolyattnError, checkpoint.CheckpointError, OSError) as error:
+            raise BadInput(str(error)) from error
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into a set event, so that no step is cut in half; the second one interrupts at once."""
+    stop = threading.Event()
+
+    def handle(_signum: int, _frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@click.group(cls=Commands)
+def main() -> None:
+    """Train a small byte-level decoder; its config names the attention backend."""
+
+
+config_argument = click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path))
+out_option = click.option("--out", type=click.Path(path_type=Path), default=Path("out"), help="Folder for the results.")
+
+
+@main.command("train")
+@config_argument
+@out_option
+@click.option("--attn-backend", metavar="NAME", help="Use this backend instead of the config's.")
+@click.option("--steps", type=click.IntRange(min=1), help="Train until this step instead of the config's.")
+@click.option("--resume", is_flag=True, help="Go on from the checkpoint in the folder.")
+@click.option("--overwrite", is_flag=True, help="Start again, replacing the checkpoint in the folder.")
+def train_command(
+    config_path: Path, out: Path, attn_backend: str | None, steps: int | None, resume: bool, overwrite: bool
+) -> None:
+    """Train the model that CONFIG describes; Ctrl-C saves a checkpoint and stops."""
+    path = out / "checkpoint.pt"
+    if resume and overwrite:
+        raise BadInput("--resume and --overwrite exclude each other, got both; give one")
+    if path.exists() and not (resume or overwrite):
+        raise BadInput(f"{path} exists; give --resume to go on, --overwrite to start again, or another --out")
+    settings = config.load(config_path, attn_backend=attn_backend, steps=steps)
+    run = Run(settings)
+    if resume:
+        run.restore(checkpoint.load(path), path)
+    out.mkdir(parents=True, exist_ok=True)
+
+    columns = ("{task.description}", "loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s")
+    backend = settings.attention.attn_backend
+    progress = Progress(
+        TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), *map(TextColumn, columns[1:]), TimeRemainingColumn()
+    )
+    with interruptible() as stop, progress:
+        task = progress.add_task(backend, total=settings.steps, completed=len(run.losses), loss=float("nan"), speed=0.0)
+        speed = train(
+            run,
+            path,
+            stop=stop.is_set,
+            on_step=lambda loss, speed: progress.update(task, advance=1, loss=loss, speed=speed),
+        )
+    info = polyattn.backends.info(backend)
+    report.Report(backend, info.dist, info.version, run.losses, speed, peak_memory()).write(out)
+    if stop.is_set():
+        click.echo(f"Interrupted after step {len(run.losses)}; --resume goes on from {path}")
+        raise SystemExit(INTERRUPTED)
+
+
+@main.command("demo")
+@config_argument
+@out_option
+def demo_command(config_path: Path, out: Path) -> None:
+    """Train CONFIG with eager and with sdpa, each in a process of its own, and compare the loss curves."""
+    config.load(config_path)  # a mistake is reported once, here
+    reports = []
+    for backend in ("eager", "sdpa"):
+        with interruptible() as stop:
+            status = _train_in_process(config_path, backend, out / backend)
+        if status or stop.is_set():
+            raise SystemExit(status or INTERRUPTED)
+        reports.append(report.Report.read(out / backend))
+    console = Console()
+    console.print(report.table(reports))
+    difference = report.largest_difference(reports)
+    report.plot(reports, out / "loss.png")
+    console.print(f"Largest difference between the loss curves: {difference:.2e} (at most {report.LIMIT:g} allowed)")
+    console.print(f"Both curves: {out / 'loss.png'}")
+    if not difference <= report.LIMIT:  # a NaN is no agreement
+        raise SystemExit(1)
+
+
+def _train_in_process(config_path: Path, backend: str, out: Path) -> int:
+    """Train in a process of its own, so that its peak memory is its own; gives its exit status."""
+    options = ["--attn-backend", backend, "--out", str(out), "--overwrite"]
+    command = [sys.executable, "-m", "tiny_lm", "train", str(config_path), *options]
+    with subprocess.Popen(command) as process:
+        return process.wait()

@@ -1,0 +1,132 @@
+"""One YAML file for one run.
+
+What concerns attention (``attn_backend``, ``rope``, ...) is polyattn's to read and check; the rest is read here, as
+strictly: an unknown key, a wrong type or a value out of range is an error that names the key, and one error lists all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from polyattn import AttentionConfig, ConfigError
+
+Section = TypeVar("Section")
+
+
+def setting(*, least: float, below: float = math.inf, default: Any = dataclasses.MISSING) -> Any:
+    """A number of a section, with the range that it must lie in."""
+    return dataclasses.field(default=default, metadata={"least": least, "below": below})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the decoder."""
+
+    layers: int = setting(least=1)
+    hidden_size: int = setting(least=1)
+    num_heads: int = setting(least=1)
+    num_kv_heads: int = setting(least=1)
+    head_dim: int = setting(least=1)
+    mlp_size: int = setting(least=1)
+    dropout: float = setting(least=0.0, below=1.0, default=0.0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Shape of a batch: ``rows`` rows of ``row_length`` bytes."""
+
+    rows: int = setting(least=1)
+    row_length: int = setting(least=2)
+
+
+@dataclass(frozen=True)
+class OptimiserConfig:
+    """AdamW with a linear warm-up over ``warmup`` steps and the gradient norm clipped at ``clip``."""
+
+    learning_rate: float = setting(least=0.0)
+    weight_decay: float = setting(least=0.0, default=0.0)
+    warmup: int = setting(least=1, default=1)
+    clip: float = setting(least=0.0, default=1.0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything about a run."""
+
+    attention: AttentionConfig
+    model: ModelConfig
+    data: DataConfig
+    optimiser: OptimiserConfig
+    steps: int = setting(least=1)
+    seed: int = setting(least=0, default=0)
+    checkpoint_every: int = setting(least=1, default=50)
+
+
+def load(path: Path, *, attn_backend: str | None = None, steps: int | None = None) -> RunConfig:
+    """Read a run from a YAML file; what is given beside the path replaces what the file says.
+
+    Raises:
+        ConfigError: the file is missing, is no YAML mapping, or says something that cannot be run.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"config file {path} must hold a mapping of settings, got {type(content).__name__}")
+    given = {"attn_backend": attn_backend, "steps": steps}
+    content |= {key: value for key, value in given.items() if value is not None}
+
+    attention_keys = {field.name for field in dataclasses.fields(AttentionConfig)}
+    attention = {key: value for key, value in content.items() if key in attention_keys}
+    rest = {key: value for key, value in content.items() if key not in attention_keys}
+    return _section(RunConfig, rest, "", attention=AttentionConfig.from_dict(attention))
+
+
+def _section(kind: type[Section], content: Any, where: str, **ready: Any) -> Section:
+    """Build a dataclass from a mapping; ``ready`` fields are not read from it."""
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in ready}  # type: ignore[arg-type]
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where.rstrip('.')} must be a mapping of {', '.join(fields)}, got {content!r}")
+    problems = [f"{where}{key} is unknown{_closest(key, fields)}" for key in content if key not in fields]
+    values = dict(ready)
+    hints = typing.get_type_hints(kind)
+    for name, field in fields.items():
+        if name not in content:
+            if field.default is dataclasses.MISSING:
+                problems.append(f"{where}{name} is missing")
+        elif dataclasses.is_dataclass(hints[name]):
+            try:
+                values[name] = _section(typing.cast(type[Any], hints[name]), content[name], f"{where}{name}.")
+            except ConfigError as error:
+                problems.append(str(error))
+        else:
+            values[name] = content[name]
+            problems += _wrong(f"{where}{name}", content[name], hints[name], **field.metadata)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return kind(**values)
+
+
+def _closest(key: object, known: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(key), known, n=1)
+    return f", did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+
+
+def _wrong(name: str, value: object, kind: type, *, least: float, below: float) -> list[str]:
+    what = "a whole number" if kind is int else "a number"
+    upper = "" if below == math.inf else f" and below {below:g}"
+    accepted = int if kind is int else (int, float)
+    if isinstance(value, accepted) and not isinstance(value, bool) and least <= value < below:
+        return []
+    # YAML 1.1 knows no exponent without a point.
+    hint = "; write 1.0e-3, YAML reads 1e-3 as text" if isinstance(value, str) and "e" in value else ""
+    return [f"{name} must be {what} of at least {least:g}{upper}, got {value!r}{hint}"]

@@ -1,0 +1,88 @@
+"""What a training run leaves beside its checkpoint, and how two runs are compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from tiny_lm.checkpoint import write_atomically
+
+LIMIT = 1e-3
+FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of one run.
+
+    Attributes:
+        backend: name of the attention backend.
+        distribution: the package that brought it.
+        version: version of that package.
+        losses: mean loss in nats of every step.
+        tokens_per_second: speed of this process, saving left out.
+        peak_memory: the most memory the process held, in bytes.
+    """
+
+    backend: str
+    distribution: str
+    version: str
+    losses: list[float]
+    tokens_per_second: float
+    peak_memory: int
+
+    def write(self, folder: Path) -> None:
+        """Store the report in ``folder``."""
+        write_atomically(folder / FILE, json.dumps(dataclasses.asdict(self)).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Report:
+        """The report that a run left in ``folder``."""
+        return cls(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+
+
+def largest_difference(reports: Sequence[Report]) -> float:
+    """The largest difference between two loss curves at the same step."""
+    first, second = (report.losses for report in reports)
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def table(reports: Sequence[Report]) -> Table:
+    """One line for each backend."""
+    result = Table("backend", "distribution", "final loss", "tokens/s", "peak memory")
+    for report in reports:
+        result.add_row(
+            report.backend,
+            f"{report.distribution} {report.version}",
+            f"{report.losses[-1]:.4f}",
+            f"{report.tokens_per_second:,.0f}",
+            f"{report.peak_memory / 2**20:,.0f} MiB",
+        )
+    return result
+
+
+def plot(reports: Sequence[Report], path: Path) -> None:
+    """Draw the loss curves, and their difference below, into a PNG file."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, (curves, difference) = plt.subplots(2, sharex=True, height_ratios=(3, 1), layout="constrained")
+    for report, style in zip(reports, ("-", "--"), strict=True):
+        curves.plot(report.losses, style, label=f"{report.backend} ({report.distribution} {report.version})")
+    curves.set_ylabel("loss (nats per byte)")
+    curves.legend()
+    first, second = (report.losses for report in reports)
+    difference.plot([abs(a - b) for a, b in zip(first, second, strict=True)], color="black")
+    difference.axhline(LIMIT, color="red", linestyle=":")
+    difference.set_yscale("log")
+    difference.set_ylabel("difference")
+    difference.set_xlabel("step")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,138 @@
+"""The training loop: one object that knows how to take a step, to store itself and to come back.
+
+Everything that a step depends on is in :meth:`Run.state`, so a resumed run equals an uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from polyattn import MaskLayout
+from tiny_lm import checkpoint
+from tiny_lm.checkpoint import CheckpointError
+from tiny_lm.config import RunConfig
+from tiny_lm.data import NO_TARGET, PackedRows, python_documentation
+from tiny_lm.model import TinyLM
+
+
+class Run:
+    """A model in training.
+
+    Attributes:
+        losses: the mean loss in nats of every step so far; their number is the number of steps.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.rows = PackedRows(python_documentation(), **dataclasses.asdict(config.data), seed=config.seed)
+        torch.manual_seed(config.seed)
+        self.model = TinyLM(config.model, config.attention)
+        optimiser = config.optimiser
+        self.optimiser = torch.optim.AdamW(
+            self.model.parameters(), lr=optimiser.learning_rate, weight_decay=optimiser.weight_decay
+        )
+        self.losses: list[float] = []
+
+    def step(self) -> float:
+        """Take one step and return its loss."""
+        done = len(self.losses)
+        batch = self.rows.batch(done)
+        layout = MaskLayout.packed(batch.lengths)
+        logits = self.model(batch.tokens, layout, batch.positions)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=NO_TARGET)
+        self.optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip)
+        warmth = min(1.0, (done + 1) / self.config.optimiser.warmup)
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.config.optimiser.learning_rate * warmth
+        self.optimiser.step()
+        self.losses.append(loss.item())
+        return self.losses[-1]
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on, and what a run that resumes from it must share."""
+        return {
+            "identity": self._identity(),
+            "losses": self.losses,
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+
+    def restore(self, state: dict[str, Any], source: Path) -> None:
+        """Go on where ``state`` was taken.
+
+        Raises:
+            CheckpointError: the state belongs to another model, text, seed or optimiser.
+        """
+        mine, other = self._identity(), state["identity"]
+        differing = [key for key in mine if mine[key] != other.get(key)]
+        if differing:
+            texts = [f"{key} was {other.get(key)}, is {mine[key]}" for key in differing]
+            raise CheckpointError(
+                f"checkpoint {source} belongs to another run: {'; '.join(texts)}; "
+                "resume with the config it was made with, or start again with another --out"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        torch.set_rng_state(state["rng"])
+        self.losses = state["losses"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What may not change within a run. The backend, the number of steps and how often to save may."""
+        config = self.config
+        sections = {name: dataclasses.asdict(getattr(config, name)) for name in ("model", "data", "optimiser")}
+        settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+        return settings | {"seed": config.seed, "text": self.rows.digest()}
+
+
+def train(
+    run: Run, checkpoint_path: Path, *, stop: Callable[[], bool], on_step: Callable[[float, float], None]
+) -> float:
+    """Train until the config's number of steps, or until ``stop()``; the checkpoint is up to date afterwards.
+
+    Args:
+        run: the run, new or restored.
+        checkpoint_path: where to save, every ``checkpoint_every`` steps and at the end.
+        stop: asked before each step.
+        on_step: told the loss and the tokens per second so far, after each step.
+
+    Returns:
+        Tokens per second, saving left out; 0 when there was no step to take.
+    """
+    config = run.config
+    seconds, speed = 0.0, 0.0
+    for count in itertools.count(1):
+        if len(run.losses) >= config.steps or stop():
+            break
+        start = time.perf_counter()
+        loss = run.step()
+        seconds += time.perf_counter() - start
+        speed = count * config.data.rows * config.data.row_length / seconds
+        on_step(loss, speed)
+        if len(run.losses) % config.checkpoint_every == 0:
+            checkpoint.save(checkpoint_path, run.state())
+    checkpoint.save(checkpoint_path, run.state())
+    return speed
+
+
+def peak_memory() -> int:
+    """The most memory that this process has held so far, in bytes."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # getrusage would also count what the parent process held before it started this one.
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
