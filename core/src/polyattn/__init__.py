@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from polyattn._functional import attention
     from polyattn._layout import MaskLayout, StructuredMask
-    from polyattn._merge import merge
+    from polyattn._lse import apply_sinks, merge
     from polyattn._modules import AttentionSpec, GroupedQueryAttention
     from polyattn._registry import Registry, backends, rope_variants
     from polyattn._request import AttentionRequest, Reason
@@ -54,7 +54,7 @@ _MODULES = {
     ),
     "_functional": ("attention",),
     "_layout": ("MaskLayout", "StructuredMask"),
-    "_merge": ("merge",),
+    "_lse": ("apply_sinks", "merge"),
     "_modules": ("AttentionSpec", "GroupedQueryAttention"),
     "_registry": ("Registry", "backends", "rope_variants"),
     "_request": ("AttentionRequest", "Reason"),
@@ -95,6 +95,7 @@ __all__ = [
     "UnknownBackendError",
     "UnsupportedAttentionError",
     "apply_rotary",
+    "apply_sinks",
     "attention",
     "backends",
     "explain",

@@ -1,0 +1,263 @@
+"""The backend protocol: what a backend implements, and what core does around it.
+
+Data flows one way: a layout and a request go into ``prepare``, which returns a :class:`PreparedAttention`; calling
+that with tensors validates them, applies the autocast rule and runs the backend's ``attend``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from polyattn import _boundary, _hooks
+from polyattn._errors import AttentionInputError, UnsupportedAttentionError
+from polyattn._features import missing_abilities
+from polyattn._layout import MaskLayout
+from polyattn._options import configured_options
+from polyattn._request import AttentionRequest, Reason
+from polyattn._select import alternatives
+from polyattn._tensors import cast_for_autocast
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionResult:
+    """What attention returns.
+
+    Attributes:
+        output: ``[B, Hq, Q, Dv]`` in the dtype of q, k and v after the autocast rule; exactly 0 for rows that see nothing.
+        lse: FP32 (FP64 for FP64 inputs) ``[B, Hq, Q]``, natural log of the sum of exponentials of the final scores,
+            sinks excluded; ``-inf`` for rows that see nothing; ``None`` unless the request has ``needs_lse``.
+    """
+
+    output: Tensor
+    lse: Tensor | None = None
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """What an entry point of the group ``polyattn.backends`` must provide (inheriting :class:`BackendBase` is optional)."""
+
+    name: str
+    api_version: int
+
+    def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """Every reason why this backend cannot do ``request`` under ``layout``; empty when it can. Reads no tensor data."""
+        ...
+
+    def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
+        """Do all that reads values, synchronises or allocates by mask.
+
+        Raises:
+            UnsupportedAttentionError: ``unsupported`` has reasons.
+            LayoutError: the layout does not fit the request.
+        """
+        ...
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: PreparedAttention,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> AttentionResult:
+        """Run the kernel on validated tensors; never reads a value back to the host."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PreparedAttention:
+    """A layout and a request, made ready by one backend; call it with tensors.
+
+    Attributes:
+        backend: who prepared it and will attend.
+        layout: the mask.
+        request: sizes, dtype, device and features.
+        state: the backend's own; tensors and static ints only.
+    """
+
+    backend: AttentionBackend
+    layout: MaskLayout
+    request: AttentionRequest
+    state: Any = None
+    _shapes: tuple[tuple[int, ...], ...] = dataclasses.field(init=False, repr=False)
+    _has_autocast: bool = dataclasses.field(init=False, repr=False)
+    _plain: bool = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
+        object.__setattr__(self, "_has_autocast", torch.amp.is_autocast_available(request.device.type))
+        object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
+        if _hooks.installed("polyattn_prepared"):
+            _hooks.call("polyattn_prepared", prepared=self)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, sinks: Tensor | None = None
+    ) -> AttentionResult:
+        """Attend.
+
+        Args:
+            q: ``[B, Hq, Q, D]``, any strides.
+            k: ``[B, Hkv, K, D]``.
+            v: ``[B, Hkv, K, Dv]``.
+            bias: floating, broadcastable to ``[B, Hq, Q, K]``, added to the scaled and capped scores.
+            sinks: floating ``[Hq]``, one extra logit per head that takes part in the softmax and carries no value.
+
+        Raises:
+            AttentionInputError: a tensor differs from what was prepared.
+        """
+        request = self.request
+        q_shape, k_shape, v_shape = self._shapes
+        device = request.device
+        if (
+            q.shape != q_shape
+            or k.shape != k_shape
+            or v.shape != v_shape
+            or q.device != device
+            or k.device != device
+            or v.device != device
+        ):
+            _boundary.raise_shape_mismatch(q, k, v, self.layout, request)
+        if self._has_autocast and torch.is_autocast_enabled(device.type):
+            q, k, v = cast_for_autocast(q), cast_for_autocast(k), cast_for_autocast(v)
+        dtype = request.dtype
+        if q.dtype is not dtype or k.dtype is not dtype or v.dtype is not dtype:
+            _boundary.raise_dtype_mismatch(q, k, v, request)
+        if not request.needs_grad and torch.is_grad_enabled():
+            _boundary.check_gradients(request, q, k, v, bias, sinks)
+        if not (self._plain and bias is None and sinks is None):
+            _boundary.check_bias(bias, self.layout, request)
+            _boundary.check_sinks(sinks, request)
+        if not request.deterministic and torch.are_deterministic_algorithms_enabled():
+            raise AttentionInputError(
+                "torch.use_deterministic_algorithms(True) was set after prepare; make the request with "
+                "deterministic=True (AttentionRequest.of reads it off torch) and prepare again"
+            )
+        return self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
+
+
+def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
+    """``backend.prepare``, with the names of the backends that can added to a refusal.
+
+    A plugin that does not inherit :class:`BackendBase` knows no other plugin, so core completes its error.
+    """
+    try:
+        return backend.prepare(layout, request)
+    except UnsupportedAttentionError as refusal:
+        if refusal.alternatives is not None:
+            raise
+        can = alternatives(layout, request, but=backend.name)
+        raise UnsupportedAttentionError(refusal.backend, refusal.reasons, can) from refusal
+
+
+class BackendBase:
+    """What most backends want around their kernel; inherit it or not.
+
+    A subclass sets ``name`` and ``abilities`` and overrides :meth:`plan` and :meth:`attend`. Every feature that a
+    layout and a request use and ``abilities`` lacks is refused without further code.
+
+    Attributes:
+        name: the entry point's name.
+        api_version: version of the backend protocol that the class was written for.
+        abilities: features that the backend honours (see ``polyattn.testing``).
+        Options: a frozen dataclass with defaults, or ``None`` when there is nothing to configure.
+        options: the instance's options.
+    """
+
+    name: str = ""
+    api_version: int = 1
+    abilities: frozenset[str] = frozenset()
+    Options: ClassVar[type[Any] | None] = None
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options if options is not None or self.Options is None else self.Options()
+
+    def device_reasons(self, device: torch.device) -> tuple[Reason, ...]:
+        """Why nothing can run on ``device``: the kernel is absent or broken, or the device is of another kind."""
+        return ()
+
+    def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """Reasons beyond missing abilities, such as combinations of features or limits on sizes."""
+        return ()
+
+    def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """Every reason, device and kernel first."""
+        return (
+            *self.device_reasons(request.device),
+            *missing_abilities(self.name, self.abilities, layout, request),
+            *self.extra_reasons(layout, request),
+        )
+
+    def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
+        """Refuse with every reason, or check the layout, plan, and return the prepared attention."""
+        reasons = self.unsupported(layout, request)
+        if reasons:
+            raise UnsupportedAttentionError(self.name, reasons, alternatives(layout, request, but=self.name))
+        _boundary.check_layout(layout, request)
+        return PreparedAttention(self, layout, request, self.plan(layout, request))
+
+    def plan(self, layout: MaskLayout, request: AttentionRequest) -> Any:
+        """Build the state of a supported, validated layout and request: tensors and static ints only."""
+        raise NotImplementedError(f"{type(self).__name__} must override plan(layout, request)")
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: PreparedAttention,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> AttentionResult:
+        """Run the kernel; see :class:`AttentionBackend`."""
+        raise NotImplementedError(f"{type(self).__name__} must override attend(q, k, v, prepared, *, bias, sinks)")
+
+    def preference(self, layout: MaskLayout, request: AttentionRequest) -> int:
+        """How much ``auto`` should prefer this backend for the request; higher wins, ties go by name."""
+        return 0
+
+    def describe(self, prepared: PreparedAttention) -> str:
+        """What will run for ``prepared``, in a few words."""
+        return self.name
+
+    def configure(self, options: Any) -> Self:
+        """A backend with other options.
+
+        Args:
+            options: an instance of ``Options`` or a mapping of its fields.
+
+        Raises:
+            ConfigError: an option is unknown or of the wrong type; the message lists the fields.
+        """
+        return type(self)(configured_options(self.name, self.Options, options))
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.name == self.name and other.options == self.options
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.name, self.options))
+
+    def __repr__(self) -> str:
+        return f"<backend {self.name}>" if self.options is None else f"<backend {self.name} {self.options}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_restore, (self.name, type(self), self.options))
+
+
+def _restore(name: str, kind: type[BackendBase], options: Any) -> BackendBase:
+    # By name where the registry has the same class, so that a worker shares its own instance; else by class.
+    from polyattn._registry import backends
+
+    registered = backends.get(name) if name in backends.names() else None
+    if type(registered) is not kind:
+        return kind(options) if options is not None else kind()
+    assert isinstance(registered, BackendBase)
+    return registered if registered.options == options else registered.configure(options)

@@ -1,0 +1,144 @@
+"""The one validation of layouts and tensors that all backends share.
+
+``check_layout`` runs once, before a backend prepares. ``check_call`` runs before every ``attend``; its first
+comparison is against shapes cached at prepare time, so that a correct call costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from polyattn._errors import AttentionInputError, LayoutError
+from polyattn._request import AttentionRequest
+from polyattn._tensors import FLOATING, check_qkv
+
+if TYPE_CHECKING:
+    from polyattn._layout import MaskLayout
+
+
+def check_layout(layout: MaskLayout, request: AttentionRequest) -> None:
+    """Refuse a layout that cannot describe the tensors of ``request``.
+
+    Raises:
+        LayoutError: batch, heads or device of the layout do not fit the request; all faults in one message.
+    """
+    problems = []
+    if layout.batch not in (1, request.batch):
+        problems.append(
+            f"layout.batch must be 1 (broadcasts) or the batch of the tensors, got layout.batch={layout.batch} "
+            f"and tensors of batch {request.batch}"
+        )
+    if layout.heads not in (1, request.heads):
+        problems.append(
+            f"layout.heads must be 1 (the same for all) or the number of query heads, got layout.heads={layout.heads} "
+            f"and {request.heads} query heads"
+        )
+    if layout.device is not None and layout.device != request.device:
+        problems.append(
+            f"layout must be on the device of q, k and v, got {layout.device} and {request.device}; "
+            f"move it with layout.to({str(request.device)!r})"
+        )
+    if problems:
+        raise LayoutError("; ".join(problems))
+
+
+def expected_shapes(
+    layout: MaskLayout, request: AttentionRequest
+) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """The shapes of q, k and v that ``layout`` and ``request`` describe."""
+    b, h, g = request.batch, request.heads, request.kv_heads
+    return (
+        (b, h, layout.q_len, request.head_dim),
+        (b, g, layout.kv_len, request.head_dim),
+        (b, g, layout.kv_len, request.v_head_dim),
+    )
+
+
+def raise_shape_mismatch(q: Tensor, k: Tensor, v: Tensor, layout: MaskLayout, request: AttentionRequest) -> None:
+    """Raise the error that says how q, k and v differ from what was prepared."""
+    check_qkv(q, k, v)
+    problems = []
+    if q.shape[0] != request.batch:
+        problems.append(f"batch: prepared for {request.batch}, got {q.shape[0]}")
+    if q.device != request.device:
+        problems.append(f"device: prepared for {request.device}, got {q.device}")
+    names = ("q", "k", "v")
+    for name, x, shape in zip(names, (q, k, v), expected_shapes(layout, request), strict=True):
+        if tuple(x.shape) != shape:
+            problems.append(f"{name}: prepared for shape {shape}, got {tuple(x.shape)}")
+    raise AttentionInputError(
+        "q, k and v must match what was prepared (layout and request): "
+        + "; ".join(problems)
+        + "; prepare again for these tensors"
+    )
+
+
+def raise_dtype_mismatch(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> None:
+    """Raise the error that says how the dtypes differ from what was prepared."""
+    raise AttentionInputError(
+        f"q, k and v must have the prepared dtype {request.dtype} after the autocast rule, "
+        f"got q {q.dtype}, k {k.dtype}, v {v.dtype}; cast them, or prepare under the same autocast state"
+    )
+
+
+def check_gradients(request: AttentionRequest, *tensors: Tensor | None) -> None:
+    """Refuse tensors that want gradients which were not prepared for; grad mode is on when this is called."""
+    if any(x is not None and x.requires_grad for x in tensors):
+        raise AttentionInputError(
+            "a tensor requires grad but the request was made with needs_grad=False; make the request with "
+            "needs_grad=True (AttentionRequest.of reads it off the tensors), or call under torch.no_grad()"
+        )
+
+
+def check_bias(bias: Tensor | None, layout: MaskLayout, request: AttentionRequest) -> None:
+    """Refuse a bias that was not prepared for, or whose type, shape or device is wrong."""
+    if (bias is not None) is not request.has_bias:
+        raise AttentionInputError(_slipped_in("bias", request.has_bias))
+    if bias is None:
+        return
+    if not isinstance(bias, Tensor) or bias.dtype not in FLOATING:
+        got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise AttentionInputError(
+            f"bias must be a floating tensor added to the scores, got {got}; a boolean mask belongs in the layout: "
+            "MaskLayout.dense(mask)"
+        )
+    full = (request.batch, request.heads, layout.q_len, layout.kv_len)
+    tail = full[4 - bias.dim() :] if bias.dim() <= 4 else ()
+    if bias.dim() > 4 or any(have not in (1, want) for have, want in zip(bias.shape, tail, strict=True)):
+        raise AttentionInputError(
+            f"bias must broadcast to [B, Hq, Q, K] = {full}, got shape {tuple(bias.shape)}; each size must be 1 or equal"
+        )
+    if bias.device != request.device:
+        raise AttentionInputError(f"bias must be on {request.device} like q, k and v, got {bias.device}")
+    if bias.requires_grad and not request.needs_bias_grad and torch.is_grad_enabled():
+        raise AttentionInputError(
+            "bias requires grad but the request was made with needs_bias_grad=False; make it with "
+            "AttentionRequest.of(q, k, v, bias=bias), or pass bias.detach()"
+        )
+
+
+def check_sinks(sinks: Tensor | None, request: AttentionRequest) -> None:
+    """Refuse sink logits that were not prepared for, or whose type, shape or device is wrong."""
+    if (sinks is not None) is not request.has_sinks:
+        raise AttentionInputError(_slipped_in("sinks", request.has_sinks))
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or sinks.dtype not in FLOATING or tuple(sinks.shape) != (request.heads,):
+        got = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise AttentionInputError(
+            f"sinks must be one floating logit per query head, shape ({request.heads},), got {got}"
+        )
+    if sinks.device != request.device:
+        raise AttentionInputError(f"sinks must be on {request.device} like q, k and v, got {sinks.device}")
+
+
+def _slipped_in(name: str, prepared_with: bool) -> str:
+    if prepared_with:
+        return f"{name} must be given: the request was made with has_{name}=True, got None; prepare without it instead"
+    return (
+        f"{name} must not be given: the request was made with has_{name}=False; "
+        f"prepare with has_{name}=True (AttentionRequest.of(q, k, v, {name}={name}))"
+    )

@@ -1,0 +1,85 @@
+"""One-shot attention: resolve, prepare and attend in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn._backend import AttentionBackend, AttentionResult, prepare
+from polyattn._errors import AttentionInputError, UnsupportedAttentionError
+from polyattn._layout import MaskLayout
+from polyattn._request import AttentionRequest
+from polyattn._select import resolve_backend
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: MaskLayout,
+    *,
+    backend: str | AttentionBackend = "auto",
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    training: bool = False,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> AttentionResult:
+    """Scaled dot-product attention under a mask layout, by any installed backend.
+
+    Args:
+        q: ``[B, Hq, Q, D]``.
+        k: ``[B, Hkv, K, D]``; query head ``h`` reads KV head ``h // (Hq // Hkv)``.
+        v: ``[B, Hkv, K, Dv]``.
+        layout: which keys each query may attend to; batch 1 serves any batch.
+        backend: a name (``polyattn list`` shows them), ``"auto"``, or a backend object.
+        scale: factor of the scores, ``D ** -0.5`` by default.
+        dropout_p: probability of dropping an attention weight; acts only when ``training``.
+        training: whether dropout acts.
+        softcap: ``c`` in ``c * tanh(scores / c)``, applied after the scale.
+        bias: floating, broadcastable to ``[B, Hq, Q, K]``, added after the softcap; ``-inf`` blocks a key.
+        sinks: floating ``[Hq]``, one extra logit per head without a value.
+        return_lse: also return the log-sum-exp; its gradient flows when q, k or the bias requires grad.
+
+    Returns:
+        ``AttentionResult(output, lse)``; output ``[B, Hq, Q, Dv]``, exactly 0 for rows that see nothing; lse ``[B, Hq, Q]`` or ``None``.
+
+    Raises:
+        AttentionInputError: tensors or scalars break the conventions.
+        LayoutError: the layout does not fit the tensors.
+        UnsupportedAttentionError: the named backend (or, under ``auto``, every backend) refuses; carries all reasons.
+    """
+    chosen = resolve_backend(backend)
+    lse_grad = (
+        return_lse
+        and torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or (bias is not None and bias.requires_grad))
+    )
+    try:
+        request = AttentionRequest.of(
+            q,
+            k,
+            v,
+            bias=bias,
+            sinks=sinks,
+            scale=scale,
+            dropout_p=dropout_p,
+            training=training,
+            softcap=softcap,
+            needs_lse=return_lse,
+            needs_lse_grad=lse_grad,
+        )
+    except AttentionInputError as error:
+        # A backend that cannot run on the device at all says so before anything is said about dtypes.
+        reasons = _device_reasons(chosen, q)
+        if reasons:
+            raise UnsupportedAttentionError(chosen.name, reasons) from error
+        raise
+    return prepare(chosen, layout, request)(q, k, v, bias=bias, sinks=sinks)
+
+
+def _device_reasons(backend: AttentionBackend, q: object) -> tuple[object, ...]:
+    ask = getattr(backend, "device_reasons", None)
+    return () if ask is None or not isinstance(q, Tensor) else tuple(ask(q.device))

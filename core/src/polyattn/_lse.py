@@ -1,0 +1,89 @@
+"""What the log-sum-exp is for: combining partial attention, and attention sinks.
+
+With parts ``(o_i, l_i)`` the whole is ``l = log(sum_i exp(l_i))`` and ``o = sum_i exp(l_i - l) o_i``: the identity behind
+blockwise and ring attention. Sinks are applied after a merge, since no part's LSE includes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyattn._backend import AttentionResult
+from polyattn._errors import AttentionInputError
+
+
+def merge(results: Sequence[AttentionResult]) -> AttentionResult:
+    """The attention over the union of disjoint key sets, from the attention over each.
+
+    Args:
+        results: parts with ``output`` ``[B, Hq, Q, Dv]`` and ``lse`` ``[B, Hq, Q]``, all of the same queries. A part whose
+            row saw no key (output 0, LSE ``-inf``) is inert there; a row dead in every part stays dead.
+
+    Returns:
+        The merged result in the output dtype of the parts; differentiable in every output and LSE. Weights are
+        computed in the LSE's dtype and cast once.
+
+    Raises:
+        AttentionInputError: no part, a part without LSE, or shapes, dtypes or devices that differ.
+    """
+    outputs, lses = _parts(results)
+    dtype = outputs[0].dtype
+    stacked = torch.stack(lses)
+    peak = stacked.detach().amax(dim=0)
+    dead = peak == -torch.inf
+    weights = torch.exp(stacked - torch.where(dead, 0.0, peak))
+    total = torch.where(dead, 1.0, weights.sum(dim=0))
+    merged = sum((w / total).unsqueeze(-1) * o.to(w.dtype) for w, o in zip(weights.unbind(), outputs, strict=True))
+    assert isinstance(merged, Tensor)
+    output = torch.where(dead.unsqueeze(-1), 0.0, merged).to(dtype)
+    lse = torch.where(dead, -torch.inf, torch.log(total) + peak)
+    return AttentionResult(output, lse)
+
+
+def apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The output of attention with one extra logit per head that takes part in the softmax and carries no value.
+
+    The softmax' denominator grows by ``exp(sink)``, which scales the output by ``sigmoid(lse - sink)``.
+
+    Args:
+        output: ``[B, Hq, Q, Dv]`` without sinks.
+        lse: ``[B, Hq, Q]`` of the same scores, differentiable where gradients are wanted; sinks excluded.
+        sinks: floating ``[Hq]``.
+
+    Returns:
+        ``[B, Hq, Q, Dv]`` in the dtype of ``output``; exactly 0, with zero gradients, where ``lse`` is ``-inf``.
+    """
+    dead = lse == -torch.inf
+    gate = torch.sigmoid(torch.where(dead, 0.0, lse) - sinks.to(lse.dtype)[:, None])
+    scaled = output.to(lse.dtype) * gate.unsqueeze(-1)
+    return torch.where(dead.unsqueeze(-1), 0.0, scaled).to(output.dtype)
+
+
+def _parts(results: Sequence[AttentionResult]) -> tuple[list[Tensor], list[Tensor]]:
+    if not results:
+        raise AttentionInputError("results must hold at least one AttentionResult, got none")
+    outputs, lses = [], []
+    for index, result in enumerate(results):
+        if result.lse is None:
+            raise AttentionInputError(
+                f"results[{index}].lse must be a tensor, got None; run the part with return_lse=True (needs_lse)"
+            )
+        outputs.append(result.output)
+        lses.append(result.lse)
+    first = outputs[0]
+    for index, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        if output.shape != first.shape or output.dtype != first.dtype or output.device != first.device:
+            raise AttentionInputError(
+                "results must be parts of the same queries: "
+                f"results[0].output is {first.dtype} {tuple(first.shape)} on {first.device}, "
+                f"results[{index}].output is {output.dtype} {tuple(output.shape)} on {output.device}"
+            )
+        if lse.shape != output.shape[:-1] or lse.dtype != lses[0].dtype:
+            raise AttentionInputError(
+                f"results[{index}].lse must be {lses[0].dtype} {tuple(output.shape[:-1])}, "
+                f"got {lse.dtype} {tuple(lse.shape)}"
+            )
+    return outputs, lses

@@ -1,0 +1,72 @@
+"""Options of a backend: a frozen dataclass of the backend's own, filled from a config and checked by name and type."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from polyattn._errors import ConfigError
+
+
+def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:
+    """``given`` as an instance of the dataclass ``kind``.
+
+    Args:
+        owner: name of the backend, for messages.
+        kind: the backend's ``Options`` class, or ``None`` when it has none.
+        given: an instance of ``kind``, a mapping of field names to values, or ``None`` for the defaults.
+
+    Raises:
+        ConfigError: the backend has no options, a name is unknown, or a value has the wrong type.
+    """
+    if kind is None:
+        if not given:
+            return None
+        raise ConfigError(f"backend '{owner}' has no options, got {_shown(given)}; remove backend_options")
+    if given is None:
+        return kind()
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"options of backend '{owner}' must be a mapping, got {type(given).__name__}")
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    problems = [f"unknown option {name!r}" for name in given if name not in fields]
+    problems += [
+        f"option {name!r} must be {_type_name(fields[name])}, got {value!r}"
+        for name, value in given.items()
+        if name in fields and not _matches(value, fields[name])
+    ]
+    if problems:
+        listed = ", ".join(f"{name}: {_type_name(hint)}" for name, hint in fields.items())
+        raise ConfigError(f"options of backend '{owner}': {'; '.join(problems)}; the options are {listed}")
+    return kind(**given)
+
+
+def _shown(given: Any) -> str:
+    return ", ".join(map(str, given)) if isinstance(given, Mapping) else repr(given)
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, arg) for arg in typing.get_args(hint))
+    if origin is typing.Literal:
+        return value in typing.get_args(hint)
+    if hint in (None, type(None)):
+        return value is None
+    kind = origin or hint
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _type_name(hint: Any) -> str:
+    return getattr(hint, "__name__", None) or str(hint).replace("typing.", "")

@@ -1,0 +1,100 @@
+"""One forward's prepared state: each distinct mask and rotary table is built once and shared by all layers.
+
+``AttentionScope`` is a plain class on purpose: wrappers such as FSDP rebuild dataclasses, named tuples and pytrees at
+every module boundary to cast their tensors, which would turn FP32 tables into BF16 and break identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from polyattn._backend import AttentionBackend, PreparedAttention, prepare
+from polyattn._layout import MaskLayout
+from polyattn._request import AttentionRequest
+from polyattn._rope import RotaryEmbedding, RotaryTables
+from polyattn._select import resolve_backend
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+
+class AttentionScope:
+    """Shares prepared attention and rotary tables among the layers of one forward.
+
+    Make one at the top of a model's forward, fill it there (``GroupedQueryAttention.prefill``) and hand it to the layers;
+    let it go with the forward. Filling it inside a checkpointed region cannot be traced.
+
+    Args:
+        layout: the mask of the forward; layers may narrow it with ``window=`` or bring another with ``layout=``.
+    """
+
+    def __init__(self, layout: MaskLayout) -> None:
+        self.layout = layout
+        self._layouts: list[MaskLayout] = [layout]
+        self._prepared: dict[Hashable, PreparedAttention] = {}
+        self._tables: list[tuple[Any, Tensor, RotaryTables]] = []
+
+    @property
+    def builds(self) -> dict[str, int]:
+        """How many masks and how many rotary tables were built: ``{"attention": n, "rotary": n}``."""
+        return {"attention": len(self._prepared), "rotary": len(self._tables)}
+
+    def prepare(
+        self,
+        backend: str | AttentionBackend,
+        request: AttentionRequest,
+        *,
+        layout: MaskLayout | None = None,
+        window: int | None = None,
+    ) -> PreparedAttention:
+        """The prepared attention for (backend, layout, window, request), built at its first use.
+
+        Args:
+            backend: a name or a backend object.
+            request: what the layer asks for. State prepared with ``needs_grad`` also serves a request without.
+            layout: another layout than the scope's, for instance for context keys.
+            window: the layer's window; the narrower of it and the layout's own holds.
+
+        Raises:
+            UnsupportedAttentionError, LayoutError: see :meth:`AttentionBackend.prepare`.
+        """
+        resolved = resolve_backend(backend) if isinstance(backend, str) else backend
+        slot = self._slot(layout)
+        key = (resolved, slot, window, request)
+        found = self._prepared.get(key)
+        if found is None and not request.needs_grad:
+            # The first pass of reentrant checkpointing runs without grad; the state of the real forward serves it.
+            found = self._prepared.get((resolved, slot, window, dataclasses.replace(request, needs_grad=True)))
+        if found is None:
+            base = self._layouts[slot]
+            found = prepare(resolved, base if window is None else base.with_window(window), request)
+            self._prepared[key] = found
+        return found
+
+    def rotary(self, embedding: RotaryEmbedding, positions: Tensor) -> RotaryTables:
+        """The rotary tables of ``embedding`` at ``positions``, built at their first use.
+
+        Args:
+            embedding: embeddings of exactly the built-in class and of equal spec share tables; any other object
+                shares only with itself.
+            positions: Int ``[B|1, S]`` or ``[A, B|1, S]``; found again by identity, so pass the same tensor to all layers.
+        """
+        rule = embedding.sharing_key()
+        for known_rule, known_positions, tables in self._tables:
+            if known_positions is positions and (known_rule is rule or (type(rule) is type(known_rule) and known_rule == rule)):
+                return tables
+        tables = embedding(positions)
+        self._tables.append((rule, positions, tables))
+        return tables
+
+    def _slot(self, layout: MaskLayout | None) -> int:
+        if layout is None:
+            return 0
+        for slot, known in enumerate(self._layouts):
+            if known is layout:
+                return slot
+        self._layouts.append(layout)
+        return len(self._layouts) - 1

@@ -1,0 +1,5 @@
+"""The ``sdpa`` backend: torch's fused attention kernels, run on the structure of a mask instead of a dense mask."""
+
+from polyattn_sdpa._backend import SdpaBackend
+
+__all__ = ["SdpaBackend"]

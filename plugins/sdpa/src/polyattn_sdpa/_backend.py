@@ -1,0 +1,223 @@
+"""Choosing the path of a layout: one plain call, tiles, one dense call, or torch's differentiable math path."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from polyattn import (
+    AttentionRequest,
+    AttentionResult,
+    BackendBase,
+    MaskLayout,
+    PreparedAttention,
+    Reason,
+    StructuredMask,
+    apply_sinks,
+)
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from polyattn_sdpa._ops import fused
+from polyattn_sdpa._tiles import additive
+
+Path = Literal["plain", "tiles", "dense", "math"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SdpaPlan:
+    """The state of a prepared layout.
+
+    Attributes:
+        path: ``plain`` is one call of ``scaled_dot_product_attention``; ``tiles`` walks ``blocks``; ``dense`` is one fused
+            call under ``mask``; ``math`` is torch's quadratic path, for a bias that needs gradients and for dropout.
+        causal: flag of the plain call.
+        per_row: whether blocks name batch rows.
+        window: of the blocks.
+        blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``.
+        mask: additive ``[B|1, H|1, Q, K]``; rows that see nothing are left open, since the kernels give NaN there.
+        dead: Bool ``[B|1, H|1, Q, 1]``, rows that see nothing, or ``None`` when the path leaves none to the kernel.
+        unseen: Bool ``[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` likewise.
+    """
+
+    path: Path
+    causal: bool = False
+    per_row: bool = False
+    window: int | None = None
+    blocks: Tensor | None = None
+    mask: Tensor | None = None
+    dead: Tensor | None = None
+    unseen: Tensor | None = None
+
+
+class SdpaBackend(BackendBase):
+    """torch's fused scaled-dot-product attention, lowered by structure."""
+
+    name = "sdpa"
+    abilities = frozenset(
+        "float64 float32 bfloat16 float16 full causal window padded packed prefix_lm chunked positions dense mask_mod "
+        "per_head_mask active_queries gqa unequal_width bias bias_grad sinks lse lse_grad grad dropout deterministic".split()
+    )
+
+    def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """The math path returns no LSE, so nothing that needs one goes with it."""
+        cause = _needs_math(request)
+        if cause is None:
+            return ()
+        wanted = [name for name, asked in (("lse", request.needs_lse), ("sinks", request.has_sinks)) if asked]
+        return tuple(
+            Reason(
+                code=f"no_{feature}_on_math_path",
+                feature=feature,
+                got=f"{feature} together with {cause}",
+                need=f"{feature} without {cause}: torch's math path returns no LSE",
+                hint="the backend 'eager' does both",
+            )
+            for feature in wanted
+        )
+
+    def preference(self, layout: MaskLayout, request: AttentionRequest) -> int:
+        """Above the reference, below kernels made for one device."""
+        return 50
+
+    def plan(self, layout: MaskLayout, request: AttentionRequest) -> SdpaPlan:
+        """Choose the path and build its masks once."""
+        math = _needs_math(request) is not None
+        if not math and not request.has_bias:
+            if _is_one_call(layout, request):
+                return SdpaPlan("plain", causal=_structure(layout).causal)
+            blocks = layout.to_blocks()
+            if blocks is not None:
+                # Rows and keys in no block never reach a kernel; only holes among active queries leave some inside one.
+                holes = layout.active_queries is not None
+                window = _structure(layout).window
+                dead, unseen = _selections(layout, request) if holes else (None, None)
+                return SdpaPlan(
+                    "tiles", per_row=layout.batch > 1, window=window, blocks=blocks, dead=dead, unseen=unseen
+                )
+        dead, unseen = _selections(layout, request)
+        visible = layout.to_dense(request.device)
+        mask = additive(visible if dead is None else visible | dead, request.dtype)
+        return SdpaPlan("math" if math else "dense", mask=mask, dead=dead, unseen=unseen)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: PreparedAttention,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> AttentionResult:
+        """Run the planned path."""
+        plan: SdpaPlan = prepared.state
+        request = prepared.request
+        if plan.path == "plain":
+            output = scaled_dot_product_attention(
+                q, k, v, is_causal=plan.causal, scale=request.scale, enable_gqa=request.group > 1
+            )
+            return AttentionResult(output)
+        dead, mask = plan.dead, plan.mask
+        if dead is not None:
+            q = torch.where(dead, 0.0, q)
+        if plan.unseen is not None:
+            k, v = torch.where(plan.unseen, 0.0, k), torch.where(plan.unseen, 0.0, v)
+        if bias is not None:
+            assert mask is not None
+            mask = bias + mask
+            # A bias of -inf may block the rest of a row: open it for the kernel and select 0 afterwards.
+            blocked = mask.detach().amax(-1, keepdim=True) == -torch.inf
+            mask = torch.where(blocked, 0.0, mask)
+            dead = blocked if dead is None else dead | blocked
+        lse: Tensor | None = None
+        if plan.path == "math":
+            output = _math(q, k, v, mask, request)
+        else:
+            output, lse = fused(
+                q,
+                k,
+                v,
+                plan.blocks,
+                mask,
+                window=plan.window,
+                per_row=plan.per_row,
+                scale=_scale(request),
+                lse_grad=request.needs_lse_grad or request.has_sinks,
+            )
+        if dead is not None:
+            output = torch.where(dead, 0.0, output)
+            lse = None if lse is None else torch.where(dead.squeeze(-1), -torch.inf, lse)
+        if sinks is not None:
+            assert lse is not None
+            output = apply_sinks(output, lse, sinks)
+        return AttentionResult(output, lse if request.needs_lse else None)
+
+    def describe(self, prepared: PreparedAttention) -> str:
+        """The path that was planned."""
+        plan: SdpaPlan = prepared.state
+        return {
+            "plain": f"one scaled_dot_product_attention call, is_causal={plan.causal}",
+            "tiles": f"fused calls over {0 if plan.blocks is None else plan.blocks.shape[0] - 1} blocks",
+            "dense": "one fused call under a dense mask, quadratic memory",
+            "math": "torch's math path under a dense mask, quadratic memory",
+        }[plan.path]
+
+
+def _structure(layout: MaskLayout) -> StructuredMask:
+    assert isinstance(layout.visibility, StructuredMask)
+    return layout.visibility
+
+
+def _scale(request: AttentionRequest) -> float:
+    assert request.scale is not None
+    return request.scale
+
+
+def _needs_math(request: AttentionRequest) -> str | None:
+    """Why a request cannot take the fused kernels, if it cannot.
+
+    A bias under gradients is one cause even when the bias itself needs none: the CPU kernel's backward is wrong in rows
+    whose scores all lie at the dtype's minimum.
+    """
+    if request.dropout > 0:
+        return "dropout"
+    if request.has_bias and request.needs_grad:
+        return "a bias under gradients"
+    return None
+
+
+def _is_one_call(layout: MaskLayout, request: AttentionRequest) -> bool:
+    """Whether the public function does the layout in one call, bottom-right and top-left alignment being the same."""
+    mask = layout.visibility
+    if not isinstance(mask, StructuredMask) or layout.active_queries is not None or layout.heads > 1:
+        return False
+    structure = (mask.kv_valid, mask.q_positions, mask.kv_positions, mask.q_segments, mask.kv_segments)
+    if any(x is not None for x in (*structure, mask.prefix_lengths, mask.chunk_size, mask.window)):
+        return False
+    if mask.causal and layout.q_len != layout.kv_len:
+        return False
+    if 0 in (request.batch, layout.q_len, layout.kv_len) or request.head_dim != request.v_head_dim:
+        return False
+    low_group = request.group > 1 and request.needs_grad and request.dtype in (torch.float16, torch.bfloat16)
+    return not (request.needs_lse or request.has_sinks or low_group)
+
+
+def _selections(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor | None, Tensor | None]:
+    """Rows that see nothing ``[B|1, H|1, Q, 1]`` and keys that no query sees ``[B|1, Hkv|1, K, 1]``, where there may be any."""
+    dead = layout.rows_without_keys().to(request.device).unsqueeze(-1) if layout.may_have_dead_rows else None
+    if not layout.may_have_unseen_keys:
+        return dead, None
+    unseen = layout.unseen_keys().to(request.device)
+    if unseen.shape[1] > 1:
+        unseen = unseen.unflatten(1, (request.kv_heads, request.group)).all(2)
+    return dead, unseen.unsqueeze(-1)
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, request: AttentionRequest) -> Tensor:
+    output, _ = torch.ops.aten._scaled_dot_product_attention_math(
+        q, k, v, mask, request.dropout, False, scale=request.scale, enable_gqa=request.group > 1
+    )
+    assert isinstance(output, Tensor)
+    return output

@@ -1,0 +1,135 @@
+"""The attention of one tile, forward and backward, with its log-sum-exp.
+
+Two kernels of one shape: torch's fused CPU op, and a portable one in plain matrix products for every other device. Both
+take q ``[B, Hq, Q, D]``, k ``[B, Hkv, K, D]``, v ``[B, Hkv, K, Dv]`` of one dtype, none of them empty, every row seeing at
+least one key. Gradients of k and v come back in the accumulation dtype: FP32 for half precision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """FP64 for FP64, FP32 for everything narrower."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output ``[B, Hq, Q, Dv]`` in the input dtype and natural-log LSE ``[B, Hq, Q]`` in the accumulation dtype."""
+    if q.device.type != "cpu":
+        return _portable_forward(q, k, v, mask, causal, scale)
+    width, v_width = max(q.shape[3], v.shape[3]), v.shape[3]
+    output, lse = _FORWARD(
+        _ready(q, width), _ready(k, width), _ready(v, width), 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return output[..., :v_width], lse
+
+
+def backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    """Gradients into q, k and v from those of the output and, if given, of the LSE."""
+    if q.device.type != "cpu":
+        return _portable_backward(grad, grad_lse, q, k, v, output, lse, mask, causal, scale)
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    low = accumulation_dtype(q.dtype) is not q.dtype
+    if low and group > 1:
+        # The fused backward sums a group of query heads in the input dtype; one KV head per query head does not.
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    d, dv = q.shape[3], v.shape[3]
+    width = max(d, dv)
+    if grad_lse is not None:
+        # Flash backward forms delta = rowsum(dO * O) and needs delta - dLSE: one more column, with 1 in dO and -dLSE in
+        # O, adds exactly that, while zeros there in q, k and v leave the scores and dP as they are.
+        output = torch.cat([_ready(output, width), -grad_lse.unsqueeze(-1).to(output.dtype)], -1)
+        grad = torch.cat([_ready(grad, width), torch.ones_like(grad[..., :1])], -1)
+        width += 1
+    dq, dk, dvalue = _BACKWARD(
+        _ready(grad, width),
+        _ready(q, width),
+        _ready(k, width),
+        _ready(v, width),
+        _ready(output, width),
+        lse,
+        0.0,
+        causal,
+        attn_mask=mask,
+        scale=scale,
+    )
+    dq, dk, dvalue = dq[..., :d], dk[..., :d], dvalue[..., :dv]
+    if low and group > 1:
+        dk, dvalue = (x.unflatten(1, (kv_heads, group)).sum(2, dtype=torch.float32) for x in (dk, dvalue))
+    return dq, dk, dvalue
+
+
+def _ready(x: Tensor, width: int) -> Tensor:
+    # The raw op reads garbage from a last stride other than 1, and wants one width for q, k and v.
+    if x.shape[-1] < width:
+        return functional.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Final scores ``[B, Hkv, G, Q, K]`` in the accumulation dtype."""
+    high = accumulation_dtype(q.dtype)
+    grouped = q.to(high).unflatten(1, (k.shape[1], -1))
+    scores = torch.matmul(grouped, k.to(high).unsqueeze(2).mT) * scale
+    if causal:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu_(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if mask is not None:
+        full = mask.to(high).expand(q.shape[0], q.shape[1], -1, -1) if mask.dim() == 4 else mask.to(high)
+        scores = scores + (full.unflatten(1, (k.shape[1], -1)) if mask.dim() == 4 else full)
+    return scores
+
+
+def _portable_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, mask, causal, scale)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.unsqueeze(-1))
+    output = torch.matmul(weights, v.to(weights.dtype).unsqueeze(2)).flatten(1, 2)
+    return output.to(q.dtype), lse.flatten(1, 2)
+
+
+def _portable_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    high, heads = accumulation_dtype(q.dtype), (k.shape[1], -1)
+    grad, output = grad.to(high).unflatten(1, heads), output.to(high).unflatten(1, heads)
+    weights = torch.exp(_scores(q, k, mask, causal, scale) - lse.unflatten(1, heads).unsqueeze(-1))
+    delta = (grad * output).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse.to(high).unflatten(1, heads)
+    dscores = weights * (torch.matmul(grad, v.to(high).unsqueeze(2).mT) - delta.unsqueeze(-1)) * scale
+    dq = torch.matmul(dscores, k.to(high).unsqueeze(2)).flatten(1, 2)
+    dk = torch.matmul(dscores.mT, q.to(high).unflatten(1, heads)).sum(2)
+    dv = torch.matmul(weights.mT, grad).sum(2)
+    return dq, dk, dv

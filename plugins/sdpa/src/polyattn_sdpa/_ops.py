@@ -1,0 +1,209 @@
+"""Tiles as one differentiable operator.
+
+``fused(q, k, v, ...)`` walks the tiles of a block table, or makes one dense call, as a pair of custom ops (forward and
+backward) behind one autograd function: a compiler sees a single node whatever the number of tiles, and gradients are
+accumulated into whole tensors, not into one zero-filled tensor per slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn_sdpa import _kernels
+from polyattn_sdpa._tiles import Tile, band_mask, tiles_of
+
+_LSE_GRADIENT = (
+    "backend 'sdpa': a gradient reached the LSE, but the request was made with needs_lse_grad=False; "
+    "make it with needs_lse_grad=True, or detach the LSE"
+)
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor | None,
+    mask: Tensor | None,
+    *,
+    window: int | None,
+    per_row: bool,
+    scale: float,
+    lse_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the tiles of ``blocks``, or over everything under the additive ``mask``.
+
+    Args:
+        q: ``[B, Hq, Q, D]``.
+        k: ``[B, Hkv, K, D]``.
+        v: ``[B, Hkv, K, Dv]``.
+        blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``; or ``None`` with a mask.
+        mask: additive, broadcastable to ``[B, Hq, Q, K]``; or ``None`` with blocks.
+        window: of the blocks.
+        per_row: whether blocks name batch rows; otherwise each block holds for all of them.
+        scale: of the scores.
+        lse_grad: whether gradients may arrive at the LSE.
+
+    Returns:
+        Output ``[B, Hq, Q, Dv]`` and LSE ``[B, Hq, Q]``; 0 and ``-inf`` in rows of no block.
+    """
+    output, lse = _Fused.apply(q, k, v, blocks, mask, -1 if window is None else window, per_row, scale, lse_grad)
+    return output, lse
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        blocks: Tensor | None,
+        mask: Tensor | None,
+        window: int,
+        per_row: bool,
+        scale: float,
+        lse_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        return _forward_op(q, k, v, blocks, mask, window, per_row, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, blocks, mask, window, per_row, scale, lse_grad = inputs
+        ctx.save_for_backward(q, k, v, *output, blocks, mask)
+        ctx.constants = (window, per_row, scale)
+        ctx.lse_grad = lse_grad
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad_lse is not None and not ctx.lse_grad and not torch.compiler.is_compiling():
+            # A compiler asks for the gradient of every output it returns; there the right one is computed.
+            raise RuntimeError(_LSE_GRADIENT)
+        q, k, v, output, lse, blocks, mask = ctx.saved_tensors
+        if grad is None and grad_lse is None:
+            return (None,) * 9
+        if grad is None:
+            grad = torch.zeros_like(output)
+        grads = _backward_op(grad, grad_lse, q, k, v, output, lse, blocks, mask, *ctx.constants)
+        return (*grads, *(None,) * 6)
+
+
+@torch.library.custom_op("polyattn_sdpa::forward", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor | None,
+    mask: Tensor | None,
+    window: int,
+    per_row: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    output, lse = _empty_results(q, v)
+    if mask is None:
+        output.zero_()
+        lse.fill_(-torch.inf)
+    for (at_q, at_k), tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
+        output[at_q], lse[at_q] = _kernels.forward(q[at_q], k[at_k], v[at_k], tile_mask, causal, scale)
+    return output, lse
+
+
+@_forward_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor | None,
+    mask: Tensor | None,
+    window: int,
+    per_row: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return _empty_results(q, v)
+
+
+@torch.library.custom_op("polyattn_sdpa::backward", mutates_args=())
+def _backward_op(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    blocks: Tensor | None,
+    mask: Tensor | None,
+    window: int,
+    per_row: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    high = _kernels.accumulation_dtype(q.dtype)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
+    for (at_q, at_k), tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
+        tile_dlse = None if grad_lse is None else grad_lse[at_q]
+        tile_dq, tile_dk, tile_dv = _kernels.backward(
+            grad[at_q], tile_dlse, q[at_q], k[at_k], v[at_k], output[at_q], lse[at_q], tile_mask, causal, scale
+        )
+        dq[at_q] = tile_dq
+        dk[at_k] += tile_dk
+        dv[at_k] += tile_dv
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+@_backward_op.register_fake
+def _(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    blocks: Tensor | None,
+    mask: Tensor | None,
+    window: int,
+    per_row: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    output = q.new_empty((*q.shape[:3], v.shape[3]))
+    return output, q.new_empty(q.shape[:3], dtype=_kernels.accumulation_dtype(q.dtype))
+
+
+_Where = tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]
+
+
+def _walk(
+    q: Tensor, k: Tensor, blocks: Tensor | None, mask: Tensor | None, window: int, per_row: bool
+) -> Iterator[tuple[_Where, Tensor | None, bool]]:
+    """Where each tile lies in q and in k, its additive mask, and its causal flag."""
+    if q.shape[0] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
+        return  # an empty size kills the raw op
+    if blocks is None:
+        everything = slice(None)
+        yield ((everything,) * 3, (everything,) * 3), mask, False
+        return
+    limit = None if window < 0 else window
+    masks: dict[tuple[int, int, int | None, bool], Tensor] = {}
+    for tile in tiles_of(blocks.tolist(), limit):
+        rows = slice(tile.batch, tile.batch + 1) if per_row else slice(None)
+        at_q = (rows, slice(None), slice(tile.q_start, tile.q_stop))
+        at_k = (rows, slice(None), slice(tile.k_start, tile.k_stop))
+        yield (at_q, at_k), _mask_of(tile, limit, q, masks), tile.causal
+
+
+def _mask_of(
+    tile: Tile, window: int | None, q: Tensor, masks: dict[tuple[int, int, int | None, bool], Tensor]
+) -> Tensor | None:
+    if tile.offset is None:
+        return None
+    key = (tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.offset, tile.block_causal)
+    if key not in masks:
+        masks[key] = band_mask(tile, window, q.dtype, q.device)
+    return masks[key]
