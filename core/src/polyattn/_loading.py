@@ -1,0 +1,255 @@
+"""Importing one plugin and checking what it brought, with every failure turned into an error that names the plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from polyattn._discovery import Candidate
+from polyattn._errors import BackendLoadError, IncompatiblePluginError
+
+Undo: TypeAlias = Callable[[], None]
+Fault: TypeAlias = tuple[type[BackendLoadError | IncompatiblePluginError], str]
+
+_thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """A plugin that was imported and checked."""
+
+    obj: Any
+
+    def result(self) -> Any:
+        """The plugin object."""
+        return self.obj
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Failed:
+    """A plugin that cannot be used, remembered so that its import is not repeated at every question."""
+
+    plugin: Candidate
+    kind: type[BackendLoadError | IncompatiblePluginError]
+    message: str
+    cause: BaseException | None = None
+
+    @property
+    def status(self) -> str:
+        """``"incompatible"`` for another api_version, else ``"broken"``."""
+        return "incompatible" if self.kind is IncompatiblePluginError else "broken"
+
+    def result(self) -> Any:
+        """Raise the failure, chained to what the plugin raised."""
+        plugin = self.plugin
+        raise self.kind(self.message, name=plugin.name, dist=plugin.dist, version=plugin.version) from self.cause
+
+
+Outcome: TypeAlias = Loaded | Failed
+
+
+@dataclasses.dataclass(frozen=True)
+class PluginInfo:
+    """What is known about one plugin without loading it.
+
+    Attributes:
+        name: the name in a config.
+        group: entry-point group.
+        status: ``"available"`` (installed, not loaded yet), ``"loaded"``, ``"registered"`` (in code), ``"broken"``,
+            ``"incompatible"`` (another api_version), ``"blocked"`` (by a trust list) or ``"conflict"`` (several
+            distributions claim the name).
+        dist: distribution's name; empty when registered in code.
+        version: distribution's version.
+        summary: distribution's one-line summary.
+        value: ``"module:attribute"``.
+        source: the metadata file that the entry point comes from.
+        error: what is wrong and what to do; empty when nothing is.
+    """
+
+    name: str
+    group: str
+    status: str
+    dist: str = ""
+    version: str = ""
+    summary: str = ""
+    value: str = ""
+    source: str = ""
+    error: str = ""
+
+    @classmethod
+    def of(cls, plugin: Candidate, status: str, error: str = "") -> PluginInfo:
+        """The info of one claim."""
+        fields = {field.name: getattr(plugin, field.name, "") for field in dataclasses.fields(cls)}
+        return cls(**{**fields, "status": status, "error": error})
+
+    def to_dict(self) -> dict[str, str]:
+        """The info as a JSON object."""
+        return dataclasses.asdict(self)
+
+
+def describe(plugin: Candidate, outcome: Outcome | None, forbidden: str) -> PluginInfo:
+    """The info of one claim that has no rival."""
+    if forbidden:
+        return PluginInfo.of(plugin, "blocked", forbidden)
+    if plugin.fault:
+        return PluginInfo.of(plugin, "broken", plugin.fault)
+    if isinstance(outcome, Failed):
+        return PluginInfo.of(plugin, outcome.status, outcome.message)
+    if not plugin.dist:
+        return PluginInfo.of(plugin, "registered")
+    return PluginInfo.of(plugin, "available" if outcome is None else "loaded")
+
+
+def load(plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> Outcome:
+    """Import ``plugin``, instantiate it if it is a class, and check it.
+
+    Args:
+        plugin: a claim without fault.
+        noun: what such a plugin is called in messages.
+        fault: what is wrong with the object, or ``None``.
+
+    Returns:
+        The object, or why there is none. ``SystemExit`` counts as a failure; ``KeyboardInterrupt`` passes through.
+    """
+    where = f"{noun} '{plugin.name}' ({plugin.label})"
+    if any(plugin == loading for loading, _ in _stack()):
+        return Failed(plugin, BackendLoadError, f"{where} asks for itself while it is being loaded")
+    try:
+        with _loading(plugin):
+            obj = functools.reduce(
+                getattr, filter(None, plugin.attr.split(".")), importlib.import_module(plugin.module)
+            )
+            if isinstance(obj, type):
+                obj = obj()
+            found = fault(obj)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a plugin raises is its own failure
+        return Failed(
+            plugin,
+            BackendLoadError,
+            f"{where} cannot be loaded: {_brief(error)}{_hint(plugin, error)}\n{_origin(plugin)}",
+            error,
+        )
+    if found:
+        kind, problem = found
+        return Failed(plugin, kind, f"{where} cannot be used: {problem}\n{_origin(plugin)}")
+    return Loaded(obj)
+
+
+def loading() -> Candidate | None:
+    """The plugin that this thread is importing right now."""
+    stack = _stack()
+    return stack[-1][0] if stack else None
+
+
+def undo_if_load_fails(undo: Undo) -> None:
+    """Let ``undo`` take back what the plugin being imported did to a table, should its load fail."""
+    stack = _stack()
+    if stack:
+        stack[-1][1].append(undo)
+
+
+@contextlib.contextmanager
+def _loading(plugin: Candidate) -> Iterator[None]:
+    undone: list[Undo] = []
+    _stack().append((plugin, undone))
+    try:
+        yield
+    except BaseException:
+        for undo in reversed(undone):
+            undo()
+        raise
+    finally:
+        _stack().pop()
+
+
+def _stack() -> list[tuple[Candidate, list[Undo]]]:
+    if not hasattr(_thread, "stack"):
+        _thread.stack = []
+    stack: list[tuple[Candidate, list[Undo]]] = _thread.stack
+    return stack
+
+
+def _origin(plugin: Candidate) -> str:
+    source = f", from {plugin.source}" if plugin.source else ""
+    return f"  it is {plugin.value}{source}; once mended, refresh() tries again"
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _hint(plugin: Candidate, error: BaseException) -> str:
+    gone = error.name if isinstance(error, ModuleNotFoundError) else None
+    if gone and plugin.dist and f"{plugin.module}.".startswith(f"{gone}."):
+        return f"; its metadata is installed but its code is not: pip install --force-reinstall {plugin.dist}"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """What the plugins of one group must provide.
+
+    Attributes:
+        group: entry-point group.
+        noun: what such a plugin is called in messages.
+        api_versions: versions of the protocol that this core speaks.
+        calls: for each method how core calls it: positional arguments, then keywords.
+    """
+
+    group: str
+    noun: str
+    api_versions: range
+    calls: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
+
+    def fault(self, obj: Any, name: str | None = None) -> Fault | None:
+        """What keeps ``obj`` from being such a plugin called ``name`` (``None``: called anything)."""
+        if isinstance(obj, type):
+            return BackendLoadError, f"{shown(obj)} is a class; give an instance"
+        required = ("name", "api_version", *self.calls)
+        missing = [attribute for attribute in required if not hasattr(obj, attribute)]
+        if missing:
+            return BackendLoadError, f"{shown(obj)} lacks {', '.join(missing)}; a {self.noun} has {', '.join(required)}"
+        version, oldest, newest = obj.api_version, self.api_versions[0], self.api_versions[-1]
+        if not isinstance(version, int) or isinstance(version, bool):
+            return BackendLoadError, f"its api_version must be an int, got {version!r}"
+        if version not in self.api_versions:
+            spoken = oldest if oldest == newest else f"{oldest} to {newest}"
+            cure = "upgrade polyattn" if version > newest else "upgrade the plugin"
+            return IncompatiblePluginError, f"it speaks api_version {version}, this polyattn speaks {spoken}; {cure}"
+        problems = [_call_problem(obj, method, *arguments) for method, arguments in self.calls.items()]
+        if any(problems):
+            return BackendLoadError, "; ".join(filter(None, problems))
+        if not isinstance(obj.name, str) or (name is not None and obj.name != name):
+            return (
+                BackendLoadError,
+                f"its attribute name must be {'a str' if name is None else repr(name)}, got {obj.name!r}",
+            )
+        return None
+
+
+def shown(obj: Any) -> str:
+    """A short name of an object or class for messages: ``"acme.Backend"``."""
+    kind = obj if isinstance(obj, type) else type(obj)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _call_problem(obj: Any, method: str, positional: tuple[str, ...], keywords: tuple[str, ...]) -> str:
+    function = getattr(obj, method)
+    if not callable(function):
+        return f"{method} must be a method, got {function!r}"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return ""  # a compiled method need not tell its signature
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join([*positional, *(f"{keyword}=..." for keyword in keywords)])
+        return f"{method}{signature} cannot be called as {method}({call}): {error}"
+    return ""

@@ -1,0 +1,62 @@
+"""What to tell somebody whose config names a plugin that is not there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from polyattn._discovery import AUTO, BACKENDS, ROPE
+
+#: Names that distributions of this project bring.
+FIRST_PARTY = {
+    BACKENDS: {
+        "eager": "polyattn-eager",
+        "sdpa": "polyattn-sdpa",
+        "flex_attention": "polyattn-flex",
+        "fa": "polyattn-fa2",
+    },
+    ROPE: {
+        name: f"polyattn-rope-{name}"
+        for name in ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+    },
+}
+#: What other software calls them; a hint in an error, never resolved.
+_ELSEWHERE = {
+    BACKENDS: {
+        "flash": "fa",
+        "flash_attn": "fa",
+        "flash_attention": "fa",
+        "flash_attention_2": "fa",
+        "fa2": "fa",
+        "flex": "flex_attention",
+    },
+    ROPE: {"ntk": "dynamic", "su": "longrope"},
+}
+_NOT_YET = {"usp": "sequence parallelism does not exist yet"}
+
+
+def unknown(group: str, noun: str, name: str, installed: Sequence[str]) -> str:
+    """The error text for ``name``, which nothing installed or registered has.
+
+    Args:
+        group: entry-point group.
+        noun: what a plugin of the group is called.
+        name: what was asked for.
+        installed: the names that do exist.
+    """
+    first_party = FIRST_PARTY.get(group, {})
+    listed = f"installed: {', '.join(installed) or 'none'}"
+    if group == BACKENDS and name == AUTO:
+        return f"'{AUTO}' is no backend but the choice among them for one request; get one by its name; {listed}"
+    if group == BACKENDS and name in _NOT_YET:
+        return f"{noun} '{name}' cannot be used: {_NOT_YET[name]}; {listed}"
+    if name in first_party:
+        return f"no {noun} named '{name}' is installed; `pip install {first_party[name]}` brings it; {listed}"
+    text = f"no {noun} named {name!r} is installed"
+    close = difflib.get_close_matches(name.lower(), {*installed, *first_party}, 1)
+    meant = _ELSEWHERE.get(group, {}).get(name.lower()) or (close[0] if close else "")
+    if meant:
+        text += f"; did you mean '{meant}'?"
+    if meant and meant not in installed:
+        text += f" `pip install {first_party[meant]}` brings it"
+    return f"{text}; {listed}"
