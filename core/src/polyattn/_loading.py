@@ -121,9 +121,9 @@ def load(plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> 
         return Failed(plugin, BackendLoadError, f"{where} asks for itself while it is being loaded")
     try:
         with _loading(plugin):
-            obj = functools.reduce(
-                getattr, filter(None, plugin.attr.split(".")), importlib.import_module(plugin.module)
-            )
+            obj: Any = importlib.import_module(plugin.module)
+            for part in filter(None, plugin.attr.split(".")):
+                obj = getattr(obj, part)
             if isinstance(obj, type):
                 obj = obj()
             found = fault(obj)
