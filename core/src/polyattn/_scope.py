@@ -7,7 +7,7 @@ every module boundary to cast their tensors, which would turn FP32 tables into B
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -29,13 +29,16 @@ class AttentionScope:
 
     Args:
         layout: the mask of the forward; layers may narrow it with ``window=`` or bring another with ``layout=``.
+        context_layout: the mask of layers that also attend to context keys, over context and own keys together;
+            ``None`` when ``layout`` already is that mask.
     """
 
-    def __init__(self, layout: MaskLayout) -> None:
+    def __init__(self, layout: MaskLayout, *, context_layout: MaskLayout | None = None) -> None:
         self.layout = layout
+        self.context_layout = context_layout
         self._layouts: list[MaskLayout] = [layout]
         self._prepared: dict[Hashable, PreparedAttention] = {}
-        self._tables: list[tuple[Any, Tensor, RotaryTables]] = []
+        self._tables: list[tuple[Hashable, Tensor, RotaryTables]] = []
 
     @property
     def builds(self) -> dict[str, int]:
@@ -74,19 +77,20 @@ class AttentionScope:
             self._prepared[key] = found
         return found
 
-    def rotary(self, embedding: RotaryEmbedding, positions: Tensor) -> RotaryTables:
+    def rotary(self, embedding: RotaryEmbedding, positions: Tensor, *, length: int | None = None) -> RotaryTables:
         """The rotary tables of ``embedding`` at ``positions``, built at their first use.
 
         Args:
             embedding: embeddings of exactly the built-in class and of equal spec share tables; any other object
                 shares only with itself.
             positions: Int ``[B|1, S]`` or ``[A, B|1, S]``; found again by identity, so pass the same tensor to all layers.
+            length: sequence length, for specs whose frequencies depend on it.
         """
-        rule = embedding.sharing_key()
+        rule = (embedding.sharing_key(), length)
         for known_rule, known_positions, tables in self._tables:
-            if known_positions is positions and (known_rule is rule or (type(rule) is type(known_rule) and known_rule == rule)):
+            if known_positions is positions and known_rule == rule:
                 return tables
-        tables = embedding(positions)
+        tables: RotaryTables = embedding(positions, length=length) if length is not None else embedding(positions)
         self._tables.append((rule, positions, tables))
         return tables
 

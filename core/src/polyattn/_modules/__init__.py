@@ -1,0 +1,7 @@
+"""Projections built on prepared attention."""
+
+from polyattn._modules.gqa import GroupedQueryAttention
+from polyattn._modules.norm import RMSNorm
+from polyattn._modules.spec import AttentionSpec, QKNorm
+
+__all__ = ["AttentionSpec", "GroupedQueryAttention", "QKNorm", "RMSNorm"]
