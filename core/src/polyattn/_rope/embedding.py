@@ -1,0 +1,208 @@
+"""From positions to tables of cosines and sines: the module that a model holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from polyattn._errors import RopeConfigError
+from polyattn._registry import rope_variants
+from polyattn._rope.spec import RopeSpec
+from polyattn._rope.variant import RopeVariant, host_frequencies
+
+Rows: TypeAlias = tuple[tuple[float, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RotaryTables:
+    """Cosine and sine of every angle, attention scaling included.
+
+    Attributes:
+        cos: FP32 ``[B|1, S, rotary_dim / 2]``.
+        sin: likewise.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """A frequency rule on the host, the source of truth.
+
+    ``rows`` has one row per axis with zeros in the lanes of other axes, then a row with every lane. A sum over axes is
+    then exact: in each lane all terms but one are zero.
+    """
+
+    rows: Rows
+    attention_scaling: float
+    position_scaling: float
+
+    @classmethod
+    def of(cls, variant: RopeVariant, spec: RopeSpec, length: int | None) -> _Rule:
+        inv_freq, attention_scaling, position_scaling = host_frequencies(variant, spec, length)
+        owners = () if spec.axes is None else spec.axes.lanes()
+        axes = range(0 if spec.axes is None else len(spec.axes.sections))
+        rows = [tuple(f if owner == axis else 0.0 for f, owner in zip(inv_freq, owners)) for axis in axes]
+        return cls((*rows, tuple(inv_freq)), attention_scaling, position_scaling)
+
+
+class RotaryEmbedding(nn.Module):
+    """Positions to FP32 tables, by the rule of a spec.
+
+    It has no parameters and no buffers: the frequencies are host numbers, computed once when it is built, and the copies
+    on devices are a cache. So casts, moves, ``to_empty``, pickling and meta construction cannot harm them, and nothing
+    of it is in a state dict. An ``inv_freq`` that an older checkpoint carries for it is ignored.
+
+    Args:
+        spec: the rotary spec.
+
+    Raises:
+        RopeConfigError: ``spec`` is no :class:`RopeSpec`, or its variant breaks the contract of variants.
+    """
+
+    def __init__(self, spec: RopeSpec) -> None:
+        super().__init__()
+        if not isinstance(spec, RopeSpec):
+            raise RopeConfigError(
+                f"spec must be a RopeSpec, got {type(spec).__name__}; see RopeSpec.from_dict and from_hf"
+            )
+        variant = rope_variants.get(spec.variant)
+        self.spec = spec
+        self._pure = getattr(variant, "pure", True)
+        self._breakpoints = tuple(variant.breakpoints(spec)) if hasattr(variant, "breakpoints") else ()
+        lengths = (*self._breakpoints, self._breakpoints[-1] + 1) if self._breakpoints else (None,)
+        self._rules = tuple(_Rule.of(variant, spec, length) for length in lengths)
+        self._copies: dict[tuple[int, torch.device], Tensor] = {}
+
+    def sharing_key(self) -> Hashable:
+        """What embeddings that make the same tables have in common: the spec, or the object itself where a subclass or
+        an impure variant may hold state of its own.
+        """
+        return self.spec if type(self) is RotaryEmbedding and self._pure else self
+
+    def forward(self, positions: Tensor, *, length: int | None = None) -> RotaryTables:
+        """The tables at ``positions``; no value of it is read on the host.
+
+        Args:
+            positions: Int ``[B|1, S]``, or ``[A, B|1, S]`` for a spec with A axes. A spec with axes takes ``[B|1, S]``
+                for text, whose position is the same on all axes.
+            length: length of the sequence (largest position + 1, cached keys included), for specs whose frequencies
+                depend on it; ``None`` for all others.
+
+        Raises:
+            ValueError: shape or dtype of ``positions``, or presence of ``length``, does not fit the spec.
+        """
+        axes = self._axes(positions)
+        side = self._side(length)
+        rule = self._rules[side]
+        inv_freq = self._inv_freq(side, positions.device)
+        scaled = positions.to(torch.float32)
+        if rule.position_scaling != 1.0:
+            scaled = scaled / rule.position_scaling
+        scaled = scaled.unsqueeze(-1)
+        # Products and sums of FP32, never a matmul: autocast would run that in half precision.
+        angles = scaled * inv_freq[-1] if axes == 0 else scaled[0] * inv_freq[0]
+        for axis in range(1, axes):
+            angles = angles + scaled[axis] * inv_freq[axis]
+        cos, sin = angles.cos(), angles.sin()
+        if rule.attention_scaling != 1.0:
+            cos, sin = cos * rule.attention_scaling, sin * rule.attention_scaling
+        return RotaryTables(cos, sin)
+
+    def _axes(self, positions: Tensor) -> int:
+        """How many axes ``positions`` has, 0 for none."""
+        spec_axes = 0 if self.spec.axes is None else len(self.spec.axes.sections)
+        need = "[B|1, S]" + (f" or [{spec_axes}, B|1, S]" if spec_axes else "")
+        if not isinstance(positions, Tensor):
+            raise ValueError(f"positions must be an integer tensor {need}, got {type(positions).__name__}")
+        kind = positions.dtype
+        if kind.is_floating_point or kind.is_complex or kind is torch.bool:
+            raise ValueError(f"positions must be an integer tensor, got {kind}; floats cannot count beyond 2**24")
+        if positions.dim() == 2:
+            return 0
+        if positions.dim() != 3 or not spec_axes or positions.shape[0] != spec_axes:
+            raise ValueError(f"positions must be {need}, got {list(positions.shape)}")
+        return spec_axes
+
+    def _side(self, length: int | None) -> int:
+        """Which rule serves ``length``."""
+        if length is None:
+            if self._breakpoints:
+                raise ValueError(
+                    f"length must be given to a '{self.spec.variant}' embedding whose frequencies change after "
+                    f"{', '.join(map(str, self._breakpoints))} positions, got None; pass the length of the sequence as "
+                    "an int, or fix the choice in the spec"
+                )
+            return 0
+        if not self._breakpoints:
+            raise ValueError(f"length must be None, got {length!r}: the frequencies of this spec do not depend on it")
+        if isinstance(length, (bool, Tensor)) or not isinstance(length, (int, torch.SymInt)):
+            raise ValueError(f"length must be an int, got {type(length).__name__}; it is never read from the device")
+        return sum(length > point for point in self._breakpoints)
+
+    def _inv_freq(self, side: int, device: torch.device) -> Tensor:
+        """Frequencies of one rule on ``device``: FP32 ``[axes + 1, rotary_dim / 2]``."""
+        rows = self._rules[side].rows
+        if torch.compiler.is_compiling():
+            return _constant(rows, device)
+        found = self._copies.get((side, device))
+        if found is None:
+            with torch.inference_mode(False):
+                found = _constant(rows, device)
+            if _is_ordinary(found):
+                self._copies[side, device] = found
+        return found
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
+        self._copies.clear()
+        super()._apply(fn, recurse)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_copies": {}}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if f"{prefix}inv_freq" in unexpected_keys:
+            unexpected_keys.remove(f"{prefix}inv_freq")
+
+    def extra_repr(self) -> str:
+        """The spec, for ``print(model)``."""
+        spec = self.spec
+        return f"variant={spec.variant!r}, theta={spec.theta:g}, rotary_dim={spec.rotary_dim}, interleaved={spec.interleaved}"
+
+
+# While Dynamo traces, the result becomes a constant of the graph: on the device, without a copy per call.
+@torch.compiler.assume_constant_result
+def _constant(rows: Rows, device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float32, device=device)
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Whether ``tensor`` may outlive this call: not fake, not wrapped by a transform, not seen by a dispatch mode.
+
+    Selective activation checkpointing is such a mode: it counts operations, and a copy that the recomputation finds
+    ready would be one operation less.
+    """
+    return (
+        type(tensor) is Tensor
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
+        and _get_current_dispatch_mode() is None
+    )

@@ -1,0 +1,163 @@
+"""What a rotary variant is: a frequency rule. The protocol, its result, and helpers for those who write one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from polyattn._errors import RopeConfigError
+
+if TYPE_CHECKING:
+    from polyattn._rope.spec import RopeSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RopeFrequencies:
+    """What a variant makes of a spec. The angle of lane i at position p is ``(p / position_scaling) * inv_freq[i]``.
+
+    Attributes:
+        inv_freq: FP32 ``[rotary_dim / 2]``, radians per position.
+        attention_scaling: factor of cos and sin; scores carry it squared.
+        position_scaling: divisor of the positions.
+    """
+
+    inv_freq: Tensor
+    attention_scaling: float = 1.0
+    position_scaling: float = 1.0
+
+
+@runtime_checkable
+class RopeVariant(Protocol):
+    """A frequency rule: a pure function of the spec, registered by name in the entry-point group ``polyattn.rope``.
+
+    Three more attributes are optional:
+
+    * ``defaults``: a mapping with the parameters that a spec may leave out.
+    * ``breakpoints(spec) -> tuple[int, ...]``: ascending lengths after which the frequencies change. A spec that has any
+      needs the caller to say the length of the sequence, a host int; ``frequencies`` is then called with one length
+      from each interval. Without it ``length`` is always ``None``.
+    * ``pure``: ``False`` for a rule that depends on more than its arguments; its tables are never shared by spec.
+    """
+
+    name: str
+    api_version: int
+
+    def validate(self, spec: RopeSpec) -> None:
+        """Raise :class:`RopeConfigError` when the variant cannot honour ``spec``; one message names every fault."""
+
+    def frequencies(self, spec: RopeSpec, *, device: torch.device, length: int | None = None) -> RopeFrequencies:
+        """The frequencies of a valid ``spec`` on ``device``."""
+
+
+def inverse_powers(theta: float, dim: int, width: int | None = None) -> Tensor:
+    """``theta ** (2 i / dim)`` for the lanes ``i = 0 .. width/2 - 1``: the reciprocals of plain RoPE's frequencies.
+
+    The exponent is rounded to FP32, as in every implementation that checkpoints were trained with; the power is
+    evaluated in FP64 and rounded once, which gives the same bits on every machine.
+
+    Args:
+        theta: base.
+        dim: denominator of the exponents.
+        width: rotary channels; ``dim`` unless said otherwise.
+
+    Returns:
+        FP32 ``[width / 2]`` on the CPU.
+    """
+    exponents = torch.arange(0, width or dim, 2, dtype=torch.float32, device="cpu") / dim
+    return torch.pow(theta, exponents.double()).float()
+
+
+Rule: TypeAlias = tuple[str, Callable[[Any], bool]]
+
+
+def at_least(low: float) -> Rule:
+    """A number >= ``low``."""
+    return f"a number >= {low:g}", lambda value: isinstance(value, float) and value >= low
+
+
+def above(low: float) -> Rule:
+    """A number > ``low``."""
+    return f"a number > {low:g}", lambda value: isinstance(value, float) and value > low
+
+
+def one_of(*choices: object) -> Rule:
+    """One of ``choices``."""
+    return (
+        f"one of {', '.join(map(repr, choices))}",
+        lambda value: value in choices and type(value) in map(type, choices),
+    )
+
+
+def lanes(count: int) -> Rule:
+    """A list of ``count`` positive numbers."""
+    return (
+        f"a list of {count} positive numbers (rotary_dim / 2)",
+        lambda value: isinstance(value, tuple) and len(value) == count and all(item > 0 for item in value),
+    )
+
+
+def optional(rule: Rule) -> Rule:
+    """``None``, or what ``rule`` asks for."""
+    need, holds = rule
+    return f"None or {need}", lambda value: value is None or holds(value)
+
+
+def check_spec(spec: RopeSpec, rules: Mapping[str, Rule], *problems: str, needs_original: bool = False) -> None:
+    """Refuse a spec whose parameters are not exactly those of ``rules``.
+
+    Args:
+        spec: the spec under validation.
+        rules: what each parameter must be.
+        problems: faults that the variant found itself; empty ones do not count.
+        needs_original: whether the variant needs ``original_max_position``.
+
+    Raises:
+        RopeConfigError: one message names every fault: the parameter, what it got and what it needs.
+    """
+    accepted = ", ".join(rules) or "none"
+    faults = [f"{name!r} is missing (needs {need})" for name, (need, _) in rules.items() if name not in spec.parameters]
+    for name, value in spec.parameters.items():
+        if name not in rules:
+            faults.append(f"{name!r} is unknown (accepted: {accepted})")
+        elif not rules[name][1](value):
+            faults.append(f"{name!r} must be {rules[name][0]}, got {_shown(value)}")
+    faults = [f"parameters: {', '.join(faults)}"] if faults else []
+    if needs_original and spec.original_max_position is None:
+        faults.append("original_max_position must be an int >= 1, got None")
+    faults += filter(None, problems)
+    if faults:
+        raise RopeConfigError(f"rope variant '{spec.variant}': " + "; ".join(faults))
+
+
+def _shown(value: object) -> str:
+    return f"a list of {len(value)}" if isinstance(value, tuple) and len(value) > 8 else repr(value)
+
+
+def host_frequencies(variant: RopeVariant, spec: RopeSpec, length: int | None) -> tuple[list[float], float, float]:
+    """What ``variant`` makes of ``spec``, checked and as host numbers.
+
+    Returns:
+        ``inv_freq``, ``attention_scaling`` and ``position_scaling``.
+
+    Raises:
+        RopeConfigError: the variant broke its contract: wrong dtype, shape or device, or a value that is not finite.
+    """
+    found = variant.frequencies(spec, device=torch.device("cpu"), length=length)
+    inv_freq, shape = found.inv_freq, (spec.rotary_dim // 2,)
+    if inv_freq.dtype is not torch.float32 or tuple(inv_freq.shape) != shape or inv_freq.device.type != "cpu":
+        raise RopeConfigError(
+            f"rope variant '{spec.variant}' must return inv_freq as float32 {list(shape)} on the device it was asked for "
+            f"(cpu), got {inv_freq.dtype} {list(inv_freq.shape)} on {inv_freq.device}"
+        )
+    values, scalings = inv_freq.tolist(), (float(found.attention_scaling), float(found.position_scaling))
+    if not all(map(math.isfinite, values)) or not all(math.isfinite(scaling) and scaling > 0 for scaling in scalings):
+        raise RopeConfigError(
+            f"rope variant '{spec.variant}' must return finite frequencies and positive scalings, got attention_scaling="
+            f"{scalings[0]}, position_scaling={scalings[1]} and frequencies from {min(values)} to {max(values)}"
+        )
+    return values, *scalings

@@ -1,0 +1,28 @@
+"""Plain RoPE: lane ``i`` turns by ``theta ** (-2 i / rotary_dim)`` radians per position (arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+import torch
+
+from polyattn._rope.spec import RopeSpec
+from polyattn._rope.variant import RopeFrequencies, check_spec, inverse_powers
+
+__all__ = ["DefaultRope"]
+
+
+class DefaultRope:
+    """Plain RoPE. Partial rotary is ``rotary_dim < head_dim``: the exponents use ``rotary_dim``.
+
+    It has no parameters.
+    """
+
+    name = "default"
+    api_version = 1
+
+    def validate(self, spec: RopeSpec) -> None:
+        """Refuse parameters of any kind."""
+        check_spec(spec, {})
+
+    def frequencies(self, spec: RopeSpec, *, device: torch.device, length: int | None = None) -> RopeFrequencies:
+        """The frequencies of ``spec``; ``length`` has no influence."""
+        return RopeFrequencies((1.0 / inverse_powers(spec.theta, spec.rotary_dim)).to(device))
