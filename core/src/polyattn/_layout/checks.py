@@ -1,0 +1,141 @@
+"""Checks of layout arguments, and the one rule about which tensor values the host may read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+
+from polyattn._errors import LayoutError
+
+#: What a selection is made with: a slice with ints for start, stop and a positive step, or an integer tensor ``[N]``.
+Index = slice | Tensor
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_int(name: str, value: object, least: int = 0) -> None:
+    """Refuse anything but an int of at least ``least``; a symbolic size of a traced graph passes."""
+    if isinstance(value, torch.SymInt):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise LayoutError(f"{name} must be an int >= {least}, got {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, bool):
+        raise LayoutError(f"{name} must be True or False, got {value!r}")
+
+
+def check_window(window: object) -> None:
+    """Refuse anything but ``None`` and an int of at least 1."""
+    if window is not None:
+        check_int("window (how many positions a query sees, its own included; None: all)", window, 1)
+
+
+def check_bool(name: str, value: object, shape: str, ranks: Sequence[int]) -> None:
+    """Refuse anything but a Bool tensor of one of the ``ranks``; ``shape`` is how the message writes them."""
+    _check_tensor(name, value, f"Bool{shape}")
+    assert isinstance(value, Tensor)
+    if value.dtype.is_floating_point:
+        raise LayoutError(
+            f"{name} must be Bool{shape} with True = may attend, got {value.dtype}; additive float masks are given "
+            "to attention as bias=, where -inf blocks a key"
+        )
+    if value.dtype is not torch.bool:
+        raise LayoutError(
+            f"{name} must be Bool{shape} with True = may attend, got {value.dtype}; "
+            "call .bool() on a mask of ones and zeros"
+        )
+    _check_rank(name, value, f"Bool{shape}", ranks)
+
+
+def check_ints(name: str, value: object, shape: str, ranks: Sequence[int]) -> None:
+    """Refuse anything but an int32 or int64 tensor of one of the ``ranks``."""
+    _check_tensor(name, value, f"Int{shape}")
+    assert isinstance(value, Tensor)
+    if value.dtype not in INTEGERS:
+        raise LayoutError(f"{name} must be Int{shape} of dtype int32 or int64, got {value.dtype}; cast it first")
+    _check_rank(name, value, f"Int{shape}", ranks)
+
+
+def _check_tensor(name: str, value: object, wanted: str) -> None:
+    if not isinstance(value, Tensor):
+        raise LayoutError(f"{name} must be a tensor {wanted}, got {type(value).__name__}")
+
+
+def _check_rank(name: str, value: Tensor, wanted: str, ranks: Sequence[int]) -> None:
+    if value.dim() not in ranks:
+        raise LayoutError(
+            f"{name} must be {wanted}, got shape {list(value.shape)}; reshape it with unsqueeze or [None]"
+        )
+
+
+def on_host(value: Tensor, *, sync: bool) -> Tensor | None:
+    """The tensor's values on the host, or ``None`` where they must not or cannot be read.
+
+    Tensors of a traced graph, meta tensors and tensor subclasses (fake tensors among them) have no values to
+    read. A CPU tensor is returned as it is; one on a device is copied, which waits for it, only with ``sync``.
+    """
+    if torch.compiler.is_compiling() or type(value) is not Tensor or value.is_meta:
+        return None
+    if value.device.type == "cpu":
+        return value
+    return value.cpu() if sync else None
+
+
+def checked_values(name: str, value: Tensor, *, validate: bool) -> Tensor | None:
+    """:func:`on_host` for a tensor whose values need a check: with ``validate`` they must be readable.
+
+    Raises:
+        LayoutError: ``validate`` is True and the tensor has no values to read.
+    """
+    values = on_host(value, sync=validate)
+    if values is None and validate:
+        raise LayoutError(
+            f"{name} cannot be checked because its values cannot be read here (tracing, meta or a tensor subclass); "
+            "check it outside, and pass validate=False"
+        )
+    return values
+
+
+def ints(name: str, values: object) -> list[int]:
+    """A sequence of ints as a list; anything that counts as an int but a bool is one."""
+    items = list(values) if isinstance(values, Iterable) else [None]
+    if not all(isinstance(item, SupportsIndex) and not isinstance(item, bool) for item in items):
+        raise LayoutError(f"{name} must be ints or an integer tensor, got {values!r}")
+    return [operator.index(item) for item in items]
+
+
+def check_mod(value: object) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise LayoutError(f"mask_mod must be a function (b, h, q_idx, kv_idx) -> Bool, got {type(value).__name__}")
+
+
+def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool) -> tuple[Index, Index | None, int]:
+    """A selection of ``size`` elements in normal form, its values on the host if known, and how many it selects.
+
+    Raises:
+        LayoutError: the index has a wrong type or rank, or leaves ``0 .. size - 1``.
+    """
+    if isinstance(index, slice):
+        chosen = range(*index.indices(size))
+        if not chosen or chosen.step > 0:
+            part = slice(chosen.start, max(chosen.start, chosen.stop), max(chosen.step, 1))
+            return part, part, len(chosen)
+        index = list(chosen)
+    if isinstance(index, Tensor):
+        check_ints("index", index, "[N]", (1,))
+        values = checked_values("index", index, validate=validate)
+    else:
+        index = values = torch.tensor(ints("index", index), dtype=torch.int64, device="cpu")
+    if values is not None and values.numel() and not 0 <= int(values.min()) <= int(values.max()) < size:
+        raise LayoutError(
+            f"index must lie in 0 .. {size - 1}, got {int(values.min())} .. {int(values.max())}; "
+            "negative numbers do not count from the end"
+        )
+    return index, values, index.shape[0]

@@ -1,0 +1,85 @@
+"""What the host knows of a layout: its structure on the CPU, and what follows from that."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn._errors import LayoutError
+from polyattn._layout.blocks import Block, find_blocks, to_table
+from polyattn._layout.checks import on_host
+from polyattn._layout.structured import StructuredMask
+from polyattn._layout.visibility import Visibility
+
+
+class Host(NamedTuple):
+    """The tensors of a structured layout on the CPU."""
+
+    mask: StructuredMask
+    active: Tensor | None
+
+
+class Lowered(NamedTuple):
+    """The table of blocks, and whether there may be queries without keys and keys that nobody sees."""
+
+    blocks: Tensor | None = None
+    dead_rows: bool = True
+    unseen_keys: bool = True
+
+
+class Known(NamedTuple):
+    """What an operation hands on to the layout that it makes, so that no device is read twice.
+
+    ``positions`` are those of queries and keys of a dense mask or ``mask_mod`` of which a part was selected.
+    """
+
+    host: Host | None = None
+    lowered: Lowered | None = None
+    positions: tuple[Tensor, Tensor] | None = None
+
+
+def read(visibility: Visibility, active: Tensor | None, *, sync: bool) -> Host | None:
+    """The structure on the host, or ``None`` where there is none or a tensor cannot be read (without ``sync``)."""
+    if not isinstance(visibility, StructuredMask):
+        return None
+    values = {name: on_host(value, sync=sync) for name, value in visibility.tensors().items()}
+    active_values = None if active is None else on_host(active, sync=sync)
+    if any(value is None for value in values.values()) or (active is not None and active_values is None):
+        return None
+    return Host(visibility.replace(**values), active_values)
+
+
+def check_segment_prefixes(mask: StructuredMask) -> None:
+    """Refuse segments of queries for which a prefix per segment has no entry."""
+    ids, prefixes = mask.q_segments, mask.prefix_lengths
+    if ids is None or prefixes is None or prefixes.dim() == 1 or ids.numel() == 0:
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= prefixes.shape[1]:
+        raise LayoutError(
+            f"q_segments must lie in 0 .. {prefixes.shape[1] - 1}, the segments that prefix_lengths lists, "
+            f"got {least} .. {most}"
+        )
+
+
+def lower(host: Host | None, q_len: int, kv_len: int, batch: int) -> Lowered:
+    """The blocks of a layout; nothing is known without values on the host, and nothing is read while tracing."""
+    if host is None or torch.compiler.is_compiling():
+        return Lowered()
+    blocks = find_blocks(host.mask, q_len, kv_len, batch, host.active)
+    if blocks is None:
+        return Lowered()
+    gaps = host.active is not None and not bool(host.active.all())
+    covered = sum(block.q_stop - block.q_start for block in blocks)
+    return Lowered(to_table(blocks), gaps or covered < batch * q_len, gaps or not _all_seen(blocks, batch, kv_len))
+
+
+def _all_seen(blocks: list[Block], batch: int, kv_len: int) -> bool:
+    """Whether every key of every batch row lies in a block."""
+    reached = [0] * batch
+    for block in sorted(blocks, key=lambda block: block.k_start):
+        if block.k_start <= reached[block.batch]:
+            reached[block.batch] = max(reached[block.batch], block.k_stop)
+    return all(stop == kv_len for stop in reached)

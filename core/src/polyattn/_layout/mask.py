@@ -1,0 +1,399 @@
+"""``MaskLayout``: which query may attend to which key, described once and validated at construction."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from polyattn._errors import LayoutError
+from polyattn._layout import segments
+from polyattn._layout.base import LayoutBase
+from polyattn._layout.checks import Index, as_index, check_bool, check_int, check_mod, check_window
+from polyattn._layout.lowering import Host, Known, Lowered
+from polyattn._layout.structured import (
+    MaskMod,
+    StructuredMask,
+    carry_positions,
+    default_positions,
+    intersect,
+    select,
+    take,
+)
+from polyattn._layout.visibility import BothMod, selected
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class MaskLayout(LayoutBase):
+    """Which of ``q_len`` queries may attend to which of ``kv_len`` keys.
+
+    A value: nothing changes after construction, and tensors are kept, not copied, so do not change them either.
+    Two layouts are equal only if they are one object. Usually made by one of the constructors: :meth:`full`,
+    :meth:`causal`, :meth:`padded`, :meth:`packed`, :meth:`prefix_lm`, :meth:`chunked`, :meth:`dense`,
+    :meth:`from_drop_mask`, :meth:`from_mod`.
+
+    Attributes:
+        q_len: number of queries Q; may be 0.
+        kv_len: number of keys K; may be 0.
+        batch: B; 1 broadcasts over any batch. Read off the tensors when it is not given.
+        heads: H; 1 is the same for all heads. Read off a dense mask when it is not given.
+        visibility: a ``Bool[B|1, H|1, Q, K]`` tensor (True = may attend), a ``mask_mod(b, h, q_idx, kv_idx) -> Bool``
+            with FlexAttention's signature, or a :class:`StructuredMask`.
+        active_queries: ``Bool[B|1, Q]``; a query that is not active sees nothing. ``None``: all are.
+
+    Args:
+        validate: whether values that lie on a device are copied to the host once, to check them and to find the
+            structure in them. With False only values that are on the host anyway are checked.
+
+    Raises:
+        LayoutError: arguments have wrong types, dtypes, ranks or sizes, lie on different devices, or contradict
+            each other.
+    """
+
+    @classmethod
+    def full(cls, q_len: int, kv_len: int | None = None, *, active_queries: Tensor | None = None) -> MaskLayout:
+        """Every query sees every key. ``kv_len`` defaults to ``q_len``."""
+        return cls(q_len, _or(kv_len, q_len), active_queries=active_queries)
+
+    @classmethod
+    def causal(
+        cls,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        window: int | None = None,
+        active_queries: Tensor | None = None,
+    ) -> MaskLayout:
+        """A query sees the keys up to its own position; the queries are the last ``q_len`` of ``kv_len`` positions.
+
+        Args:
+            q_len: number of queries.
+            kv_len: number of keys; defaults to ``q_len``.
+            window: how many positions a query sees, its own included: ``0 <= q - k < window``.
+            active_queries: ``Bool[B|1, Q]``.
+        """
+        mask = StructuredMask(causal=True, window=window)
+        return cls(q_len, _or(kv_len, q_len), visibility=mask, active_queries=active_queries)
+
+    @classmethod
+    def padded(
+        cls,
+        kv_valid: Tensor | None = None,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+        kv_len: int | None = None,
+        side: str = "right",
+        q_len: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        active_queries: Tensor | None = None,
+        validate: bool = True,
+    ) -> MaskLayout:
+        """Only valid keys are seen: left padding, right padding, or holes anywhere.
+
+        Queries at padded places are computed like any other; say with ``active_queries`` that they are not needed.
+
+        Args:
+            kv_valid: ``Bool[B, K]``, True where a key exists. Either this or ``lengths`` with ``kv_len``.
+            lengths: number of valid keys of each batch row, ints or ``Int[B]``.
+            kv_len: K; needed with ``lengths``.
+            side: with ``lengths``: where the padding is, ``"right"`` or ``"left"``.
+            q_len: number of queries, the last positions of the row; defaults to K.
+            causal: whether a query sees no later key.
+            window: how many positions a query sees; ``abs(q - k) < window``.
+            active_queries: ``Bool[B|1, Q]``.
+            validate: see :class:`MaskLayout`.
+        """
+        if (kv_valid is None) == (lengths is None):
+            given = "neither" if kv_valid is None else "both"
+            raise LayoutError(f"padded() must get kv_valid or lengths, got {given}")
+        if lengths is not None:
+            kv_valid = segments.valid_keys(lengths, kv_len, side, validate=validate)
+        mask = StructuredMask(causal=causal, window=window, kv_valid=kv_valid)
+        assert mask.kv_valid is not None
+        found = mask.kv_valid.shape[1]
+        if kv_len is not None and kv_len != found:
+            raise LayoutError(f"kv_valid must be [B, kv_len], got {found} keys and kv_len={kv_len}")
+        return cls(_or(q_len, found), found, visibility=mask, active_queries=active_queries, validate=validate)
+
+    @classmethod
+    def packed(
+        cls,
+        lengths: segments.Ints | None = None,
+        *,
+        cu_seqlens: segments.Ints | None = None,
+        document_ids: segments.Ints | None = None,
+        position_ids: segments.Ints | None = None,
+        kv_len: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        active_queries: Tensor | None = None,
+        validate: bool = True,
+    ) -> MaskLayout:
+        """Documents packed into rows; a query sees keys of its own document only. Exactly one of the first four.
+
+        Batch rows never share a document, whatever the numbers say.
+
+        Args:
+            lengths: of the documents: ints of one row, one list per batch row, or an integer tensor
+                ``[N]`` or ``[B, N]``.
+            cu_seqlens: their offsets ``0, l1, l1 + l2, ...``, in the same forms.
+            document_ids: the document of each token, ``[K]`` or ``[B, K]``, >= 0.
+            position_ids: positions that restart at 0 with each document and step by 1, ``[K]`` or ``[B, K]``.
+            kv_len: number of tokens of a row. Known from the values; checked against them where both are there, and
+                needed with ``validate=False`` for lengths or offsets that lie on a device.
+            causal: whether a query sees no later key.
+            window: how many positions a query sees; ``abs(q - k) < window``.
+            active_queries: ``Bool[B|1, K]``.
+            validate: see :class:`MaskLayout`.
+        """
+        ways: dict[str, tuple[segments.Ints | None, Callable[..., Tensor]]] = {
+            "lengths": (lengths, segments.from_lengths),
+            "cu_seqlens": (cu_seqlens, segments.from_cu_seqlens),
+            "document_ids": (document_ids, segments.from_document_ids),
+            "position_ids": (position_ids, segments.from_position_ids),
+        }
+        given = [name for name, (value, _) in ways.items() if value is not None]
+        if len(given) != 1:
+            raise LayoutError(
+                f"packed() must get exactly one of {', '.join(ways)}, got {' and '.join(given) or 'none'}"
+            )
+        if kv_len is not None:
+            check_int("kv_len", kv_len)
+        value, read = ways[given[0]]
+        ids = read(value, kv_len, validate=validate)
+        mask = StructuredMask(causal=causal, window=window, q_segments=ids, kv_segments=ids)
+        length = ids.shape[1]
+        return cls(length, length, visibility=mask, active_queries=active_queries, validate=validate)
+
+    @classmethod
+    def prefix_lm(
+        cls,
+        prefix_lengths: int | Sequence[int] | Tensor,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        active_queries: Tensor | None = None,
+        validate: bool = True,
+    ) -> MaskLayout:
+        """Causal, but every query sees all keys at positions below the prefix of its batch row.
+
+        Args:
+            prefix_lengths: one int for all rows, one per batch row, or ``Int[B]``.
+            q_len: number of queries.
+            kv_len: number of keys; defaults to ``q_len``.
+            active_queries: ``Bool[B|1, Q]``.
+            validate: see :class:`MaskLayout`.
+        """
+        check_int("q_len", q_len)
+        keys = _or(kv_len, q_len)
+        check_int("kv_len", keys)
+        rows = [prefix_lengths] if isinstance(prefix_lengths, int) else prefix_lengths
+        prefixes = segments.lengths_within("prefix_lengths", rows, keys, validate=validate)
+        mask = StructuredMask(causal=True, prefix_lengths=prefixes)
+        return cls(q_len, keys, visibility=mask, active_queries=active_queries, validate=validate)
+
+    @classmethod
+    def chunked(
+        cls,
+        chunk_size: int,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        causal: bool = True,
+        active_queries: Tensor | None = None,
+    ) -> MaskLayout:
+        """A query sees the keys of its own chunk of ``chunk_size`` positions, up to its own position if ``causal``."""
+        mask = StructuredMask(causal=causal, chunk_size=chunk_size)
+        return cls(q_len, _or(kv_len, q_len), visibility=mask, active_queries=active_queries)
+
+    @classmethod
+    def dense(cls, mask: Tensor, *, active_queries: Tensor | None = None) -> MaskLayout:
+        """Visibility element by element: ``mask`` is ``Bool[B|1, H|1, Q, K]`` or ``[Q, K]``, True = may attend."""
+        check_bool("mask", mask, "[B|1, H|1, Q, K] or [Q, K]", (2, 4))
+        four = mask if mask.dim() == 4 else mask[None, None]
+        return cls(four.shape[2], four.shape[3], visibility=four, active_queries=active_queries)
+
+    @classmethod
+    def from_drop_mask(cls, mask: Tensor, *, active_queries: Tensor | None = None) -> MaskLayout:
+        """:meth:`dense` of the inverse: True = may *not* attend, as ``torch.nn.MultiheadAttention`` writes masks."""
+        check_bool("mask", mask, "[B|1, H|1, Q, K] or [Q, K]", (2, 4))
+        return cls.dense(~mask, active_queries=active_queries)
+
+    @classmethod
+    def from_mod(
+        cls,
+        mask_mod: MaskMod,
+        *,
+        q_len: int,
+        kv_len: int,
+        batch: int = 1,
+        heads: int = 1,
+        active_queries: Tensor | None = None,
+    ) -> MaskLayout:
+        """Visibility by a function with FlexAttention's signature, ``mask_mod(b, h, q_idx, kv_idx) -> Bool``.
+
+        It is called under ``torch.vmap`` with one element of each index, when a mask is computed from it; what it
+        captures must be on the device of the attention. With ``batch=1`` or ``heads=1`` it is called with index 0 and
+        the result serves every batch row or head.
+        """
+        check_mod(mask_mod)
+        return cls(q_len, kv_len, batch, heads, visibility=mask_mod, active_queries=active_queries)
+
+    def expand(self, batch: int) -> MaskLayout:
+        """The layout for ``batch`` batch rows: this one if it has as many, or what a layout of batch 1 broadcasts to.
+
+        Raises:
+            LayoutError: the layout has another batch than 1 and ``batch``.
+        """
+        if batch == self.batch:
+            return self
+        if self.batch != 1:
+            raise LayoutError(f"batch must be that of the layout, unless that is 1, got {batch} and {self.batch}")
+        return self._with(batch=batch, known=Known(self._host, None, self._positions))
+
+    def with_window(self, window: int | None) -> MaskLayout:
+        """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged."""
+        check_window(window)
+        mask = self.visibility
+        if window is None or (isinstance(mask, StructuredMask) and mask.window is not None and mask.window <= window):
+            return self
+        if isinstance(mask, StructuredMask):
+            host = None if self._host is None else self._host._replace(mask=self._host.mask.replace(window=window))
+            # While tracing nothing is read: the blocks stay as they are, only without trimmed ends.
+            lowered = Lowered(self._lowered.blocks) if torch.compiler.is_compiling() else None
+            return self._with(visibility=mask.replace(window=window), known=Known(host, lowered))
+        q, k = self._positions or (None, None)
+        band = StructuredMask(window=window, q_positions=q, kv_positions=k)
+        return self & MaskLayout(self.q_len, self.kv_len, visibility=band, validate=False)
+
+    def __and__(self, other: MaskLayout) -> MaskLayout:
+        """What both layouts let be seen; batches and heads broadcast, and a query is active if it is in both.
+
+        Two structures stay one where the form allows it; otherwise the result is dense if one of them is, else a
+        ``mask_mod``.
+
+        Raises:
+            LayoutError: lengths, batches, heads or devices differ.
+        """
+        if not isinstance(other, MaskLayout):
+            return NotImplemented
+        _check_intersection(self, other)
+        a, b, device = self.visibility, other.visibility, self.device or other.device
+        make = functools.partial(
+            self._with,
+            batch=_broadcast(self.batch, other.batch),
+            heads=_broadcast(self.heads, other.heads),
+            active_queries=_both(self.active_queries, other.active_queries),
+        )
+        if isinstance(a, StructuredMask) and isinstance(b, StructuredMask):
+            mask, host = _both_structured(a, b, self._host, other._host)
+            if mask is not None:
+                return make(visibility=mask, known=Known(host))
+        known = Known(positions=self._places() or other._places())
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            return make(visibility=self.to_dense(device) & other.to_dense(device), known=known)
+        return make(visibility=BothMod(a, b, self.q_len, self.kv_len), known=known)
+
+    def select_queries(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
+        """The layout of some of the queries, which keep their positions and documents.
+
+        Args:
+            index: a slice, ints, or an integer tensor ``[N]``, in any order; each in ``0 .. q_len - 1``.
+            validate: see :class:`MaskLayout`; here for an index that lies on a device.
+        """
+        return self._select("queries", index, validate=validate)
+
+    def select_keys(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
+        """The layout of some of the keys, which keep their positions and documents; see :meth:`select_queries`."""
+        return self._select("keys", index, validate=validate)
+
+    def select_heads(self, index: slice) -> MaskLayout:
+        """The layout of some of the heads. One that is the same for all heads (``heads == 1``) stays as it is."""
+        if not isinstance(index, slice):
+            raise LayoutError(f"index must be a slice of heads, got {index!r}")
+        if self.heads == 1 or isinstance(self.visibility, StructuredMask):
+            return self
+        part, _, count = as_index(index, self.heads, validate=True)
+        visibility = selected(self.visibility, "heads", part)
+        return self._with(heads=count, visibility=visibility, known=Known(positions=self._positions))
+
+    def _select(self, axis: str, index: slice | Sequence[int] | Tensor, *, validate: bool) -> MaskLayout:
+        queries = axis == "queries"
+        part, host_part, count = as_index(index, self.q_len if queries else self.kv_len, validate=validate)
+        device = self.device or (part.device if isinstance(part, Tensor) else torch.device("cpu"))
+        sizes = {"q_len": count} if queries else {"kv_len": count}
+        active = self.active_queries
+        if active is not None and queries:
+            active = take(active, 1, part)
+        if not isinstance(self.visibility, StructuredMask):
+            q, k = self._positions or default_positions(self.q_len, self.kv_len, device)
+            positions = (take(q, 1, part), k) if queries else (q, take(k, 1, part))
+            visibility = selected(self.visibility, axis, part)
+            return self._with(**sizes, visibility=visibility, active_queries=active, known=Known(positions=positions))
+        host = None
+        if self._host is not None and host_part is not None:
+            mask, host_active = self._host
+            if host_active is not None and queries:
+                host_active = take(host_active, 1, host_part)
+            host = Host(self._part(mask, queries, host_part, torch.device("cpu")), host_active)
+        structure = self._part(self.visibility, queries, part, device)
+        return self._with(**sizes, visibility=structure, active_queries=active, known=Known(host))
+
+    def _part(self, mask: StructuredMask, queries: bool, index: Index, device: torch.device) -> StructuredMask:
+        fields = ("q_positions", "q_segments") if queries else ("kv_positions", "kv_segments", "kv_valid")
+        return select(carry_positions(mask, self.q_len, self.kv_len, device), fields, index)
+
+    def _places(self) -> tuple[Tensor, Tensor] | None:
+        """The positions of queries and keys where they are written out."""
+        mask = self.visibility
+        if isinstance(mask, StructuredMask) and mask.q_positions is not None:
+            mask = carry_positions(mask, self.q_len, self.kv_len, self.device)
+            return cast("tuple[Tensor, Tensor]", (mask.q_positions, mask.kv_positions))
+        return self._positions
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _check_intersection(a: MaskLayout, b: MaskLayout) -> None:
+    problems = [
+        f"{name} must be equal, got {getattr(a, name)} and {getattr(b, name)}"
+        for name in ("q_len", "kv_len")
+        if getattr(a, name) != getattr(b, name)
+    ]
+    problems += [
+        f"{name} must be equal or 1, got {getattr(a, name)} and {getattr(b, name)}"
+        for name in ("batch", "heads")
+        if getattr(a, name) != getattr(b, name) and 1 not in (getattr(a, name), getattr(b, name))
+    ]
+    if a.device is not None and b.device is not None and a.device != b.device:
+        problems.append(f"device must be the same, got {a.device} and {b.device}; move one with to()")
+    if problems:
+        raise LayoutError("layouts joined with & must fit each other: " + "; ".join(problems))
+
+
+def _broadcast(x: int, y: int) -> int:
+    return y if x == 1 else x
+
+
+def _both(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x & y
+
+
+def _both_structured(
+    a: StructuredMask, b: StructuredMask, a_host: Host | None, b_host: Host | None
+) -> tuple[StructuredMask | None, Host | None]:
+    """The intersection as a structure and its copy on the host, which decides where there is one."""
+    if a_host is None or b_host is None or torch.compiler.is_compiling():
+        return intersect(a, b, operator.is_), None
+    mask = intersect(a_host.mask, b_host.mask, lambda x, y: bool((x == y).all()))
+    if mask is None:
+        return None, None
+    return intersect(a, b, lambda *_: True), Host(mask, _both(a_host.active, b_host.active))

@@ -1,0 +1,98 @@
+"""Layouts as text and as pictures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from polyattn._errors import LayoutError, PolyattnError
+from polyattn._layout.structured import StructuredMask
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from polyattn._layout.base import LayoutBase
+
+
+def describe(layout: LayoutBase) -> str:
+    """One line: the rules, the sizes and what is inactive."""
+    mask = layout.visibility
+    if isinstance(mask, StructuredMask):
+        words = _rules(mask)
+    elif isinstance(mask, Tensor):
+        words = ["dense mask"]
+    else:
+        words = [f"mask_mod {getattr(mask, '__name__', type(mask).__name__)}"]
+    words.append(f"{layout.q_len} queries x {layout.kv_len} keys")
+    if layout.batch != 1:
+        words.append(f"batch {layout.batch}")
+    if layout.heads != 1:
+        words.append(f"{layout.heads} heads")
+    if layout.active_queries is not None:
+        words.append("some queries inactive")
+    return ", ".join(words)
+
+
+def _rules(mask: StructuredMask) -> list[str]:
+    words = ["causal" if mask.causal else "both directions"]
+    if mask.prefix_lengths is not None:
+        words.append("after a prefix" + (" of each segment" if mask.prefix_lengths.dim() == 2 else ""))
+    if mask.window is not None:
+        words.append(f"window {mask.window}")
+    if mask.chunk_size is not None:
+        words.append(f"chunks of {mask.chunk_size}")
+    if mask.q_segments is not None:
+        words.append("packed documents")
+    if mask.kv_valid is not None:
+        words.append("padded keys")
+    if mask.q_positions is not None:
+        words.append("explicit positions")
+    return words
+
+
+def cells(layout: LayoutBase, batch: int, head: int, size: int) -> Tensor:
+    """The share of visible pairs in each cell of a picture of at most ``size`` by ``size``, FP32 on the CPU.
+
+    Raises:
+        LayoutError: there is no such batch row or head.
+    """
+    for name, index, count in (("batch", batch, layout.batch), ("head", head, layout.heads)):
+        if not 0 <= index < count:
+            raise LayoutError(f"{name} must lie in 0 .. {count - 1}, got {index}")
+    bounds = _bounds(layout.q_len, size)
+    parts = [torch.zeros(0, len(_bounds(layout.kv_len, size)))]
+    for start, stop in bounds:
+        rows = layout.dense_rows(start, stop)
+        row = rows[batch % rows.shape[0], head % rows.shape[1]].float().mean(0).cpu()
+        parts.append(torch.stack([row[a:b].mean() for a, b in _bounds(layout.kv_len, size)])[None])
+    return torch.cat(parts)
+
+
+def _bounds(length: int, size: int) -> list[tuple[int, int]]:
+    count = min(length, size)
+    return [(i * length // count, (i + 1) * length // count) for i in range(count)]
+
+
+def draw(layout: LayoutBase, batch: int, head: int, size: int) -> str:
+    """A picture in characters, one line for each row of cells: ``#`` seen, ``.`` not seen, ``+`` in part."""
+    shares = cells(layout, batch, head, size).tolist()
+    return "\n".join("".join("#" if share == 1 else "." if share == 0 else "+" for share in row) for row in shares)
+
+
+def plot(layout: LayoutBase, batch: int, head: int, size: int) -> Figure:
+    """A picture as a matplotlib figure.
+
+    Raises:
+        PolyattnError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PolyattnError("plot() needs matplotlib, got none; install it with pip install 'polyattn[viz]'") from error
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot(title=layout.describe(), xlabel="key", ylabel="query")
+    extent = (-0.5, layout.kv_len - 0.5, layout.q_len - 0.5, -0.5)
+    axes.imshow(cells(layout, batch, head, size).numpy(), vmin=0, vmax=1, cmap="Blues", extent=extent)
+    return figure
