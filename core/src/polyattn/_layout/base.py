@@ -42,15 +42,15 @@ class LayoutBase:
     visibility: Visibility = _FULL
     active_queries: Tensor | None = None
     validate: dataclasses.InitVar[bool] = True
-    known: dataclasses.InitVar[Known | None] = None
+    _known: dataclasses.InitVar[Known | None] = None
     _host: Host | None = dataclasses.field(init=False)
     _lowered: Lowered = dataclasses.field(init=False)
     _positions: tuple[Tensor, Tensor] | None = dataclasses.field(init=False)
 
-    def __post_init__(self, validate: bool, known: Known | None) -> None:
+    def __post_init__(self, validate: bool, _known: Known | None) -> None:
         check_flag("validate", validate)
         batch, heads = fit(self.q_len, self.kv_len, self.batch, self.heads, self.visibility, self.active_queries)
-        known = known or Known(read(self.visibility, self.active_queries, sync=validate))
+        known = _known or Known(read(self.visibility, self.active_queries, sync=validate))
         if known.host is not None:
             check_segment_prefixes(known.host.mask)
         object.__setattr__(self, "batch", batch)
@@ -167,13 +167,13 @@ class LayoutBase:
         return self._with(
             visibility=moved(self.visibility, target),
             active_queries=None if active is None else active.to(target),
-            known=Known(self._host, self._lowered, positions),
+            _known=Known(self._host, self._lowered, positions),
         )
 
-    def _with(self, *, known: Known, **changes: Any) -> Self:
-        """This layout with some fields replaced; the host is told what is ``known`` and reads nothing."""
+    def _with(self, *, _known: Known, **changes: Any) -> Self:
+        """This layout with some fields replaced; the host is told what is known and reads nothing."""
         names = ("q_len", "kv_len", "batch", "heads", "visibility", "active_queries")
-        return type(self)(**{**{name: getattr(self, name) for name in names}, **changes}, known=known)
+        return type(self)(**{**{name: getattr(self, name) for name in names}, **changes}, _known=_known)
 
     def describe(self) -> str:
         """One line: the rules, the sizes and what is inactive."""

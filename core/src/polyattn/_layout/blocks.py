@@ -120,8 +120,8 @@ def _runs(
     span: range, offset: int, positions: Tensor | None, segments: Tensor | None, valid: Tensor | None
 ) -> list[Run] | None:
     """The runs of indices in ``span``, in order and without invalid ones; ``None`` where they are scattered."""
-    if not span:
-        return []
+    if not span or (positions is None and segments is None and valid is None):
+        return [Run(span.start, span.stop, span.start + offset, 0)] if span else []
     size = len(span)
     cut = torch.zeros(size - 1, dtype=torch.bool, device="cpu")
     for value in (segments, valid):

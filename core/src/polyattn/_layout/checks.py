@@ -105,9 +105,10 @@ def checked_values(name: str, value: Tensor, *, validate: bool) -> Tensor | None
 def ints(name: str, values: object) -> list[int]:
     """A sequence of ints as a list; anything that counts as an int but a bool is one."""
     items = list(values) if isinstance(values, Iterable) else [None]
-    if not all(isinstance(item, SupportsIndex) and not isinstance(item, bool) for item in items):
+    numbers = [operator.index(x) for x in items if isinstance(x, SupportsIndex) and not isinstance(x, bool)]
+    if len(numbers) != len(items):
         raise LayoutError(f"{name} must be ints or an integer tensor, got {values!r}")
-    return [operator.index(item) for item in items]
+    return numbers
 
 
 def check_mod(value: object) -> None:

@@ -255,7 +255,7 @@ class MaskLayout(LayoutBase):
             return self
         if self.batch != 1:
             raise LayoutError(f"batch must be that of the layout, unless that is 1, got {batch} and {self.batch}")
-        return self._with(batch=batch, known=Known(self._host, None, self._positions))
+        return self._with(batch=batch, _known=Known(self._host, None, self._positions))
 
     def with_window(self, window: int | None) -> MaskLayout:
         """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged."""
@@ -267,7 +267,7 @@ class MaskLayout(LayoutBase):
             host = None if self._host is None else self._host._replace(mask=self._host.mask.replace(window=window))
             # While tracing nothing is read: the blocks stay as they are, only without trimmed ends.
             lowered = Lowered(self._lowered.blocks) if torch.compiler.is_compiling() else None
-            return self._with(visibility=mask.replace(window=window), known=Known(host, lowered))
+            return self._with(visibility=mask.replace(window=window), _known=Known(host, lowered))
         q, k = self._positions or (None, None)
         band = StructuredMask(window=window, q_positions=q, kv_positions=k)
         return self & MaskLayout(self.q_len, self.kv_len, visibility=band, validate=False)
@@ -294,11 +294,11 @@ class MaskLayout(LayoutBase):
         if isinstance(a, StructuredMask) and isinstance(b, StructuredMask):
             mask, host = _both_structured(a, b, self._host, other._host)
             if mask is not None:
-                return make(visibility=mask, known=Known(host))
+                return make(visibility=mask, _known=Known(host))
         known = Known(positions=self._places() or other._places())
         if isinstance(a, Tensor) or isinstance(b, Tensor):
-            return make(visibility=self.to_dense(device) & other.to_dense(device), known=known)
-        return make(visibility=BothMod(a, b, self.q_len, self.kv_len), known=known)
+            return make(visibility=self.to_dense(device) & other.to_dense(device), _known=known)
+        return make(visibility=BothMod(a, b, self.q_len, self.kv_len), _known=known)
 
     def select_queries(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
         """The layout of some of the queries, which keep their positions and documents.
@@ -321,7 +321,7 @@ class MaskLayout(LayoutBase):
             return self
         part, _, count = as_index(index, self.heads, validate=True)
         visibility = selected(self.visibility, "heads", part)
-        return self._with(heads=count, visibility=visibility, known=Known(positions=self._positions))
+        return self._with(heads=count, visibility=visibility, _known=Known(positions=self._positions))
 
     def _select(self, axis: str, index: slice | Sequence[int] | Tensor, *, validate: bool) -> MaskLayout:
         queries = axis == "queries"
@@ -335,7 +335,7 @@ class MaskLayout(LayoutBase):
             q, k = self._positions or default_positions(self.q_len, self.kv_len, device)
             positions = (take(q, 1, part), k) if queries else (q, take(k, 1, part))
             visibility = selected(self.visibility, axis, part)
-            return self._with(**sizes, visibility=visibility, active_queries=active, known=Known(positions=positions))
+            return self._with(**sizes, visibility=visibility, active_queries=active, _known=Known(positions=positions))
         host = None
         if self._host is not None and host_part is not None:
             mask, host_active = self._host
@@ -343,7 +343,7 @@ class MaskLayout(LayoutBase):
                 host_active = take(host_active, 1, host_part)
             host = Host(self._part(mask, queries, host_part, torch.device("cpu")), host_active)
         structure = self._part(self.visibility, queries, part, device)
-        return self._with(**sizes, visibility=structure, active_queries=active, known=Known(host))
+        return self._with(**sizes, visibility=structure, active_queries=active, _known=Known(host))
 
     def _part(self, mask: StructuredMask, queries: bool, index: Index, device: torch.device) -> StructuredMask:
         fields = ("q_positions", "q_segments") if queries else ("kv_positions", "kv_segments", "kv_valid")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 def from_lengths(lengths: Ints, kv_len: int | None, *, validate: bool) -> Tensor:
     """Segments ``Int[B, K]`` from the lengths of the documents of each row."""
-    table = as_rows("lengths", lengths, fill=0)
+    table = as_rows("lengths", lengths, fill=lambda _: 0)
     values = checked_values("lengths", table, validate=validate)
     if values is not None:
         if (values < 0).any():
@@ -26,7 +26,7 @@ def from_lengths(lengths: Ints, kv_len: int | None, *, validate: bool) -> Tensor
 
 def from_cu_seqlens(cu_seqlens: Ints, kv_len: int | None, *, validate: bool) -> Tensor:
     """Segments ``Int[B, K]`` from the offsets ``0, l1, l1 + l2, ...`` of each row."""
-    table = as_rows("cu_seqlens", cu_seqlens)
+    table = as_rows("cu_seqlens", cu_seqlens, fill=lambda row: row[-1] if row else 0)
     if table.shape[1] == 0:
         raise LayoutError("cu_seqlens must hold at least the offset 0, got no offsets")
     values = checked_values("cu_seqlens", table, validate=validate)
@@ -97,23 +97,23 @@ def valid_keys(lengths: Sequence[int] | Tensor, kv_len: int | None, side: str, *
     return keys < count if side == "right" else keys >= kv_len - count
 
 
-def as_rows(name: str, value: object, fill: int | None = None) -> Tensor:
+def as_rows(name: str, value: object, fill: Callable[[list[int]], int] | None = None) -> Tensor:
     """``value`` as an integer tensor of rows: one list or 1-D tensor is one row.
 
     Args:
         name: of the argument, for the message.
         value: a tensor of rank 1 or 2, ints, or one sequence of ints per batch row.
-        fill: what lengthens short lists; ``None``: lists of different lengths are refused.
+        fill: gives the number that lengthens a short list; ``None``: lists of different lengths are refused.
     """
     if isinstance(value, Tensor):
         check_ints(name, value, "[N] or [B, N]", (1, 2))
         return value if value.dim() == 2 else value[None]
-    nested = isinstance(value, Iterable) and any(isinstance(row, Iterable) for row in value)
-    lists = [ints(name, row) for row in (value if nested else [value])]
+    items = list(value) if isinstance(value, Iterable) else [value]
+    lists = [ints(name, row) for row in items] if any(isinstance(x, Iterable) for x in items) else [ints(name, items)]
     width = max(map(len, lists))
     if fill is None and any(len(row) != width for row in lists):
         raise LayoutError(f"{name} must have rows of one length, got {[len(row) for row in lists]}")
-    rows = [row + [fill or 0] * (width - len(row)) for row in lists]
+    rows = [row + [fill(row) if fill else 0] * (width - len(row)) for row in lists]
     return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), width)
 
 

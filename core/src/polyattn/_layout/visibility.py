@@ -111,7 +111,7 @@ def to_mod(visibility: Visibility, q_len: int, kv_len: int) -> MaskMod:
 
 def _boolean(mod: MaskMod) -> MaskMod:
     def checked(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = mod(b, h, q_idx, kv_idx)
+        seen: object = mod(b, h, q_idx, kv_idx)
         if not isinstance(seen, Tensor) or seen.dtype is not torch.bool:
             got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
             raise LayoutError(
@@ -207,18 +207,15 @@ def fit(
     for name, given in (("batch", batch), ("heads", heads)):
         if given is not None:
             check_int(name, given)
+    tensors: dict[str, Tensor] = {}
     if isinstance(visibility, Tensor):
         check_bool("visibility", visibility, "[B|1, H|1, Q, K]", (4,))
         tensors = {"visibility": visibility}
     elif isinstance(visibility, StructuredMask):
         tensors = visibility.tensors()
-    else:
-        tensors = {}
-    if not isinstance(visibility, (Tensor, StructuredMask)) and not callable(visibility):
-        raise LayoutError(
-            "visibility must be a Bool tensor, a mask_mod function or a StructuredMask, got "
-            f"{type(visibility).__name__}"
-        )
+    elif not callable(visibility):
+        got = type(visibility).__name__
+        raise LayoutError(f"visibility must be a Bool tensor, a mask_mod function or a StructuredMask, got {got}")
     if active_queries is not None:
         check_bool("active_queries", active_queries, "[B|1, Q]", (2,))
         tensors = {**tensors, "active_queries": active_queries}
