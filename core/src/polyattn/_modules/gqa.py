@@ -17,7 +17,7 @@ from polyattn._layout import MaskLayout
 from polyattn._modules.norm import RMSNorm
 from polyattn._modules.spec import AttentionSpec, QKNorm
 from polyattn._request import AttentionRequest
-from polyattn._rope import RopeSpec, RotaryEmbedding, rotate
+from polyattn._rope import RopeSpec, RotaryEmbedding, rotate_heads
 from polyattn._scope import AttentionScope
 from polyattn._select import AUTO, resolve_backend
 from polyattn._tensors import autocast_dtype
@@ -244,7 +244,7 @@ class GroupedQueryAttention(nn.Module):
     def _rotate(self, x: Tensor, scope: AttentionScope, positions: Tensor) -> Tensor:
         if self.rotary is None:
             return x
-        return rotate(x, scope.rotary(self.rotary, positions), interleaved=self.rotary.spec.interleaved)
+        return rotate_heads(x, scope.rotary(self.rotary, positions), interleaved=self.rotary.spec.interleaved)
 
     def _prepared(
         self,
