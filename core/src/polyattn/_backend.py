@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from polyattn import _boundary, _hooks
+from polyattn import _boundary, _derivatives, _hooks
 from polyattn._errors import AttentionInputError, UnsupportedAttentionError
 from polyattn._features import missing_abilities
 from polyattn._layout import MaskLayout
@@ -89,13 +89,15 @@ class PreparedAttention:
     _shapes: tuple[tuple[int, ...], ...] = dataclasses.field(init=False, repr=False)
     _has_autocast: bool = dataclasses.field(init=False, repr=False)
     _plain: bool = dataclasses.field(init=False, repr=False)
+    _first_order: bool = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         request = self.request
         object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
         object.__setattr__(self, "_has_autocast", torch.amp.is_autocast_available(request.device.type))
         object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
-        if _hooks.installed("polyattn_prepared"):
+        object.__setattr__(self, "_first_order", "second_order" not in getattr(self.backend, "abilities", ()))
+        if not torch.compiler.is_compiling() and _hooks.installed("polyattn_prepared"):
             _hooks.call("polyattn_prepared", prepared=self)
 
     def __call__(
@@ -140,6 +142,11 @@ class PreparedAttention:
                 "torch.use_deterministic_algorithms(True) was set after prepare; make the request with "
                 "deterministic=True (AttentionRequest.of reads it off torch) and prepare again"
             )
+        if self._first_order and not torch.compiler.is_compiling():
+            _derivatives.refuse_transforms(self.backend.name)
+            result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
+            _derivatives.refuse_second_order(self.backend.name, result.output, result.lse)
+            return result
         return self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
 
 

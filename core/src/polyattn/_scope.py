@@ -87,9 +87,9 @@ class AttentionScope:
             length: sequence length, for specs whose frequencies depend on it.
         """
         rule = (embedding.sharing_key(), length)
-        for known_rule, known_positions, tables in self._tables:
+        for known_rule, known_positions, known in self._tables:
             if known_positions is positions and known_rule == rule:
-                return tables
+                return known
         tables: RotaryTables = embedding(positions, length=length) if length is not None else embedding(positions)
         self._tables.append((rule, positions, tables))
         return tables
