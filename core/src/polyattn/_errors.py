@@ -38,7 +38,8 @@ class PolyattnError(Exception):
 def _rebuild(cls: type[PolyattnError], args: tuple[Any, ...], state: dict[str, Any]) -> PolyattnError:
     error = cls.__new__(cls, *args)
     error.args = args
-    error.__dict__.update(state)
+    for name, value in state.items():
+        setattr(error, name, value)
     return error
 
 
@@ -53,11 +54,17 @@ class DuplicatePluginError(PolyattnError):
 class _PluginError(PolyattnError):
     """An error about one plugin; carries which."""
 
+    name: str | None
+
     def __init__(self, message: str, *, name: str = "", dist: str = "", version: str = "") -> None:
         super().__init__(message)
         self.name = name
         self.dist = dist
         self.version = version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # ImportError keeps its name outside of __dict__.
+        return (_rebuild, (type(self), self.args, {**self.__dict__, "name": self.name}))
 
 
 class BackendLoadError(_PluginError, ImportError):

@@ -149,7 +149,7 @@ class Registry:
         """
         before = self._registered.get(name)
         holders = [before] if before else _sound(self._claims_installed(name))
-        if any(_leads_to(holder, obj) for holder in holders):
+        if not replace and any(_leads_to(holder, obj) for holder in holders):
             return  # a plugin that registers at import what its own entry point names
         self._refuse_theft(name, holders)
         claim = self._claim(name, obj)

@@ -1,0 +1,5 @@
+"""``python -m polyattn`` is the command ``polyattn``."""
+
+from polyattn._cli import main
+
+main()

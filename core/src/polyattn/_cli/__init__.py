@@ -1,0 +1,59 @@
+"""The command ``polyattn``.
+
+A subcommand's module is imported when it is asked for, torch only by those that need it, and rich only to draw a table.
+An error that polyattn raises on purpose ends a command with its message on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from polyattn import __version__
+from polyattn._errors import PolyattnError
+
+#: Subcommand -> where its click command is, and its line in ``polyattn --help``.
+COMMANDS = {
+    "doctor": ("polyattn._cli.doctor:doctor", "Say what is wrong with this installation."),
+    "explain": ("polyattn._cli.explain:explain", "Say why a backend would be chosen or refused."),
+    "list": ("polyattn._cli.listing:list_plugins", "List what is installed, without importing any of it."),
+    "mask": ("polyattn._cli.mask:mask", "Draw what may see what."),
+}
+
+
+class _Refusal(click.ClickException):
+    exit_code = 2
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        return [*COMMANDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except PolyattnError as error:
+            raise _Refusal(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="polyattn %(version)s")
+def cli() -> None:
+    """Attention backends and RoPE variants as plugins."""
+
+
+def main() -> None:
+    """Run the command line with ``sys.argv``."""
+    cli(prog_name="polyattn")

@@ -1,0 +1,50 @@
+"""``polyattn check``: the conformance kit on one backend."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+
+import click
+
+# The kit lies on a higher floor than the other commands need; it is imported with the command, like torch.
+from polyattn.testing.runner import FAILED, STATUSES, Outcome, check_backend, start_trial
+
+
+@click.command("check")
+@click.argument("name")
+@click.option("--device", help="Where to run, such as cuda:0; by default the first device on which the backend runs.")
+@click.option("--only", default="*", show_default=True, help="A pattern of check ids, such as 'window*'.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(name: str, device: str | None, only: str, as_json: bool) -> None:
+    """Check that the backend NAME honours or properly refuses everything.
+
+    Exit status 1 when a check failed.
+    """
+    where = str(start_trial(name, device).device)
+    outcomes = []
+    for outcome in check_backend(name, device=where, only=only):
+        outcomes.append(outcome)
+        if outcome.status == FAILED and not as_json:
+            click.echo(f"FAILED {outcome.check}: {outcome.about}\n  {outcome.detail}", err=True)
+    counts = Counter(outcome.status for outcome in outcomes)
+    if as_json:
+        listed = [outcome.to_dict() for outcome in outcomes]
+        counted = {status: counts[status] for status in STATUSES}
+        click.echo(json.dumps({"backend": name, "device": where, "counts": counted, "checks": listed}, indent=2))
+    else:
+        _draw(name, where, outcomes, counts)
+    if counts[FAILED]:
+        sys.exit(1)
+
+
+def _draw(name: str, device: str, outcomes: list[Outcome], counts: Counter[str]) -> None:
+    from polyattn._cli.table import draw
+
+    draw(
+        ("check", "result", "detail"),
+        [(outcome.check, outcome.status, outcome.detail) for outcome in outcomes],
+        title=f"{name} on {device}",
+    )
+    click.echo(", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status]))

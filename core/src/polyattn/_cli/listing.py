@@ -1,0 +1,40 @@
+"""``polyattn list``: what is installed, from metadata alone."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from polyattn import _hooks
+from polyattn._registry import backends, rope_variants
+
+#: Section of the output -> what it holds.
+SECTIONS = {"backends": backends.infos, "rope": rope_variants.infos, "hooks": _hooks.infos}
+
+
+@click.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_plugins(as_json: bool) -> None:
+    """List backends, RoPE variants and hooks by name, without importing any of them."""
+    found = {section: infos() for section, infos in SECTIONS.items()}
+    if as_json:
+        click.echo(
+            json.dumps({section: [info.to_dict() for info in infos] for section, infos in found.items()}, indent=2)
+        )
+        return
+    rows = [
+        (section, info.name, info.status, info.dist, info.version, info.summary)
+        for section, infos in found.items()
+        for info in infos
+    ]
+    if not rows:
+        click.echo("no plugin is installed; start with: pip install polyattn-eager polyattn-sdpa")
+        return
+    from polyattn._cli.table import draw
+
+    draw(("kind", "name", "status", "distribution", "version", "summary"), rows)
+    for infos in found.values():
+        for info in infos:
+            if info.error:
+                click.echo(f"{info.name}: {info.error}\n")

@@ -1,0 +1,268 @@
+"""The command line: what it prints, where, with which exit status, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+from tiny_dists import backend_source
+
+from polyattn._cli import COMMANDS, cli
+
+
+def polyattn(*arguments):
+    return CliRunner().invoke(cli, list(map(str, arguments)), prog_name="polyattn")
+
+
+def test_help_names_every_command_and_imports_none(run_python):
+    code = """
+import sys
+from polyattn._cli import COMMANDS, cli
+try:
+    cli(["--help"], prog_name="polyattn")
+except SystemExit as done:
+    assert done.code == 0
+assert not [m for m in sys.modules if m.startswith("polyattn._cli.") or m.split(".")[0] in {"torch", "rich"}]
+"""
+    said = run_python(code).stdout
+    for name, (_, line) in COMMANDS.items():
+        assert name in said
+        assert line in said
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_in_the_table_exists_and_explains_itself(name):
+    result = polyattn(name, "--help")
+    assert result.exit_code == 0, result.output
+    assert f"Usage: polyattn {name}" in result.output
+
+
+def test_version():
+    from polyattn import __version__
+
+    assert polyattn("--version").output == f"polyattn {__version__}\n"
+
+
+def test_an_unknown_command_is_a_usage_error():
+    result = polyattn("lsit")
+    assert result.exit_code == 2
+    assert "No such command 'lsit'" in result.stderr
+
+
+def test_python_dash_m_is_the_same_command(run_python):
+    assert "Usage: polyattn [OPTIONS] COMMAND" in run_python(["-m", "polyattn", "--help"]).stdout
+
+
+def test_an_error_of_polyattn_is_one_message_on_stderr_with_status_2(run_python):
+    done = run_python(["-m", "polyattn", "explain", "causal", "--backend", "usp"], status=2)
+    assert done.stdout == ""
+    assert done.stderr.startswith("Error: backend 'usp' cannot be used: sequence parallelism does not exist yet")
+    assert "Traceback" not in done.stderr
+
+
+# list
+
+
+def test_list_imports_no_torch_and_rich_only_for_a_table(run_python, tmp_path, make_dist):
+    folder = make_dist.backend("acme-attention", "acme").unpack(tmp_path / "site")
+    for arguments, modules in (
+        (["list", "--json"], {"torch", "rich", "acme_attention"}),
+        (["list"], {"torch", "acme_attention"}),
+    ):
+        code = f"""
+import sys
+from polyattn._cli import cli
+try: cli({arguments!r}, prog_name="polyattn")
+except SystemExit as done: assert done.code == 0
+assert not {modules!r} & set(sys.modules)
+"""
+        assert "acme-attention" in run_python(code, path=[folder]).stdout
+
+
+def test_list_as_json_has_a_section_for_each_group(run_python, tmp_path, make_dist):
+    folder = make_dist(
+        "acme-attention",
+        "2.3",
+        backends={"acme": "acme:Backend"},
+        rope={"spiral": "acme:Spiral"},
+        hooks={"trace": "acme"},
+    ).unpack(tmp_path / "site")
+    listed = json.loads(run_python(["-m", "polyattn", "list", "--json"], path=[folder]).stdout)
+    assert list(listed) == ["backends", "rope", "hooks"]
+    (acme,) = [entry for entry in listed["backends"] if entry["name"] == "acme"]
+    assert acme == {
+        "name": "acme",
+        "group": "polyattn.backends",
+        "status": "available",
+        "dist": "acme-attention",
+        "version": "2.3",
+        "summary": "The tiny acme-attention",
+        "value": "acme:Backend",
+        "source": str(folder / "acme_attention-2.3.dist-info" / "entry_points.txt"),
+        "error": "",
+    }
+    assert "spiral" in [entry["name"] for entry in listed["rope"]]
+    assert "trace" in [entry["name"] for entry in listed["hooks"]]
+
+
+def test_a_piped_table_is_whole_however_wide(run_python, tmp_path, make_dist):
+    name = "acme_" + "x" * 200
+    folder = make_dist("acme-" + "y" * 60, "1.0", backends={name: "acme:Backend"}).unpack(tmp_path / "site")
+    (line,) = [
+        line
+        for line in run_python(["-m", "polyattn", "list"], path=[folder], env={"COLUMNS": "40"}).stdout.splitlines()
+        if name in line
+    ]
+    assert "acme-" + "y" * 60 in line
+    assert "The tiny acme-" + "y" * 60 in line
+
+
+def test_brackets_in_a_summary_are_text(run_python, tmp_path, make_dist):
+    folder = make_dist.backend("acme-attention", "acme").unpack(tmp_path / "site")
+    metadata = folder / "acme_attention-1.0.dist-info" / "METADATA"
+    metadata.write_text("Name: acme-attention\nVersion: 1.0\nSummary: for [bold]all[/bold] of us [/]\n")
+    assert "for [bold]all[/bold] of us [/]" in run_python(["-m", "polyattn", "list"], path=[folder]).stdout
+
+
+def test_list_takes_at_most_a_quarter_of_importing_torch():
+    def fastest(*arguments, tries):
+        times = []
+        for _ in range(tries):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, *arguments], check=True, capture_output=True)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    torch = fastest("-c", "import torch", tries=1)
+    assert fastest("-m", "polyattn", "list", tries=3) <= torch / 4
+
+
+# doctor
+
+
+def test_doctor_with_nothing_wrong_has_status_0(run_python, tmp_path, make_dist):
+    folder = make_dist.backend("acme-attention", "acme").unpack(tmp_path / "site")
+    done = run_python(["-m", "polyattn", "doctor"], path=[folder], env={"POLYATTN_ALLOW": "acme-attention"})
+    assert f"code         {folder / 'acme_attention.py'}" in done.stdout
+    assert f"entry point  {folder / 'acme_attention-1.0.dist-info' / 'entry_points.txt'}" in done.stdout
+    for key in ("polyattn", "python", "torch", "cuda", "devices"):
+        assert f"\n{key} " in "\n" + done.stdout
+
+
+def test_doctor_finds_code_inside_a_package_without_importing_the_package(tmp_path, run_python, make_dist):
+    folder = make_dist(
+        "acme-attention",
+        backends={"acme": "acme.inner.kernel:Backend"},
+        modules={
+            "acme/__init__.py": "raise SystemExit('imported')",
+            "acme/inner/__init__.py": "",
+            "acme/inner/kernel.py": "",
+        },
+    ).unpack(tmp_path / "site")
+    code = """
+from polyattn._cli.doctor import _code
+print(_code("acme.inner.kernel"), [_code("acme.nothing"), _code("nowhere.at.all")], sep="\\n")
+"""
+    assert run_python(code, path=[folder]).stdout.splitlines() == [
+        str(folder / "acme" / "inner" / "kernel.py"),
+        "['', '']",
+    ]
+
+
+def test_doctor_tells_why_a_backend_cannot_run_on_a_device(tmp_path, run_python, make_dist):
+    reasons = (
+        "    def device_reasons(self, device):\n        return ('no ' + device.type,) if device.type == 'cuda' else ()"
+    )
+    broken = "    def device_reasons(self, device):\n        raise OSError('libkernel.so')"
+    site = tmp_path / "site"
+    make_dist(
+        "a-dist", backends={"picky": "picky:Backend"}, modules={"picky.py": backend_source("picky", after=reasons)}
+    ).unpack(site)
+    make_dist(
+        "b-dist", backends={"lame": "lame:Backend"}, modules={"lame.py": backend_source("lame", after=broken)}
+    ).unpack(site)
+    done = run_python(
+        ["-m", "polyattn", "doctor", "--json"], path=[site], env={"POLYATTN_ALLOW": "a-dist,b-dist"}, status=1
+    )
+    entries = {entry["name"]: entry for entry in json.loads(done.stdout)["backends"]}
+    assert entries["picky"]["cannot_run_on"] == {"cuda": ["no cuda"]}
+    assert (entries["lame"]["status"], entries["lame"]["error"]) == ("broken", "device_reasons: OSError: libkernel.so")
+
+
+# explain and mask
+
+
+def test_explain_names_the_chosen_backend_and_every_other_ones_reasons():
+    result = polyattn("explain", "causal", "--q-len", 64, "--window", 16, "--kv-heads", 2, "--grad")
+    assert result.exit_code == 0, result.output
+    assert "chosen: " in result.output
+    assert "eager: can" in result.output
+
+
+def test_explain_as_json_gives_reasons_for_programs():
+    result = polyattn("explain", "packed", "--lengths", "3,5", "--dtype", "bfloat16", "--json")
+    decision = json.loads(result.output)
+    assert decision["chosen"] in decision["candidates"]
+    assert decision["candidates"]["eager"] == []
+
+
+def test_explain_for_one_backend_has_status_1_when_it_cannot(monkeypatch):
+    # The gradient of the log-sum-exp under dropout is a combination that only eager takes.
+    can = polyattn("explain", "full", "--backend", "eager", "--training", "--dropout", 0.1, "--lse-grad", "--json")
+    assert can.exit_code == 0, can.output
+    assert json.loads(can.output)["candidates"] == {"eager": []}
+    cannot = polyattn("explain", "full", "--backend", "sdpa", "--training", "--dropout", 0.1, "--lse-grad", "--json")
+    assert cannot.exit_code == 1, cannot.output
+    assert json.loads(cannot.output)["candidates"]["sdpa"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["explain", "triangular"], "'triangular' is not one of 'full', 'causal'"),
+        (["explain", "packed"], "the layout packed needs --lengths"),
+        (["explain", "causal", "--chunk-size", "4"], "--chunk-size means nothing for the layout causal; leave it out"),
+        (["explain", "packed", "--lengths", "3,x"], "'3,x' must be whole numbers with commas between them"),
+        (["explain", "causal", "--device", "quantum"], "Invalid value for --device"),
+        (["explain", "causal", "--dtype", "int8"], "'int8' is not one of"),
+        (
+            ["explain", "causal", "--heads", "6", "--kv-heads", "4"],
+            "heads must be a multiple of kv_heads, got heads=6 and kv_heads=4",
+        ),
+        (["explain", "causal", "--backend", "sdap"], "did you mean 'sdpa'?"),
+        (["mask", "causal", "--row", "1"], "the layout has 1 batch rows, got row 1"),
+    ],
+)
+def test_bad_input_is_one_clear_message_with_status_2(arguments, said):
+    result = polyattn(*arguments)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["full", "--q-len", "4"],
+        ["causal", "--q-len", "4", "--kv-len", "6", "--window", "2"],
+        ["padded", "--lengths", "2,4", "--kv-len", "6", "--side", "left", "--row", "1"],
+        ["packed", "--lengths", "2,3", "--bidirectional"],
+        ["prefix_lm", "--prefix", "2", "--q-len", "4"],
+        ["chunked", "--chunk-size", "2", "--q-len", "5"],
+    ],
+)
+def test_mask_draws_every_kind_of_layout(arguments):
+    result = polyattn("mask", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "#" in result.output
+    assert polyattn("explain", *[argument for argument in arguments if argument not in {"--row", "1"}]).exit_code == 0
+
+
+def test_mask_writes_a_picture(tmp_path):
+    result = polyattn("mask", "causal", "--out", tmp_path / "mask.png")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,474 @@
+"""The registry's two phases, its error texts, and what a program registers itself."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+
+import pytest
+from tiny_dists import backend_source
+
+import polyattn
+from polyattn import (
+    BackendLoadError,
+    ConfigError,
+    DuplicatePluginError,
+    IncompatiblePluginError,
+    UnknownBackendError,
+    _discovery,
+)
+
+
+class Fake:
+    name = "fake"
+    api_version = 1
+
+    def unsupported(self, layout, request):
+        return ()
+
+    def prepare(self, layout, request):
+        raise NotImplementedError
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        raise NotImplementedError
+
+
+class Variant:
+    name = "spiral"
+    api_version = 1
+
+    def validate(self, spec):
+        pass
+
+    def frequencies(self, spec, *, device, length=None):
+        raise NotImplementedError
+
+
+# Phase one
+
+
+def test_names_and_info_import_neither_torch_nor_any_plugin(run_python, tmp_path, make_dist):
+    folder = make_dist.backend("acme-attention", "acme", before="raise SystemExit('imported')").unpack(
+        tmp_path / "site"
+    )
+    code = """
+import sys, polyattn
+assert "acme" in polyattn.backends.names()
+info = polyattn.backends.info("acme")
+assert (info.dist, info.version, info.status) == ("acme-attention", "1.0", "available"), info
+polyattn.backends.infos(), polyattn.rope_variants.names(), polyattn.rope_variants.infos()
+assert not [m for m in sys.modules if m.split(".")[0] in {"torch", "acme_attention", "polyattn_eager", "polyattn_sdpa"}]
+"""
+    run_python(code, path=[folder])
+
+
+def test_get_imports_one_plugin_and_no_other(run_python, tmp_path, make_dist):
+    make_dist.backend("acme-attention", "acme").unpack(tmp_path / "site")
+    make_dist.backend("other-attention", "other").unpack(tmp_path / "site")
+    code = """
+import sys, polyattn
+acme = polyattn.backends.get("acme")
+assert acme is polyattn.backends.get("acme")
+assert polyattn.backends.info("acme").status == "loaded"
+assert "acme_attention" in sys.modules and "other_attention" not in sys.modules and "torch" not in sys.modules
+"""
+    run_python(code, path=[tmp_path / "site"])
+
+
+@pytest.mark.parametrize("order", ["import acme_attention, polyattn", "import polyattn, acme_attention"])
+def test_a_plugin_that_registers_its_own_class_at_import_works_in_either_order(order, run_python, tmp_path, make_dist):
+    after = "import polyattn\npolyattn.backends.register('acme', Backend)"
+    folder = make_dist.backend("acme-attention", "acme", after=after).unpack(tmp_path / "site")
+    code = f"{order}\nassert polyattn.backends.get('acme').name == 'acme'\nprint(polyattn.backends.info('acme').status)"
+    assert run_python(code, path=[folder]).stdout.split() == ["loaded"]
+
+
+def test_first_load_is_one_log_line(site, make_dist, isolated_registry, caplog):
+    make_dist.backend("acme-attention", "acme", version="2.3", module="acme_logged").unpack(site)
+    isolated_registry.refresh()
+    with caplog.at_level(logging.INFO, "polyattn"):
+        isolated_registry.get("acme")
+        isolated_registry.get("acme")
+    (record,) = caplog.records
+    assert record.name == "polyattn"
+    assert record.getMessage() == "loaded backend 'acme': acme-attention 2.3 (acme_logged:Backend)"
+
+
+def test_an_entry_point_may_name_an_instance_or_something_inside_a_class(site, make_dist, isolated_registry):
+    after = "class Shelf:\n    item = Backend()\n    item.name = 'shelved'\nREADY = Backend()"
+    make_dist(
+        "acme-attention",
+        backends={"acme": "acme_forms:READY", "shelved": "acme_forms:Shelf.item"},
+        modules={"acme_forms.py": backend_source("acme", after=after)},
+    ).unpack(site)
+    isolated_registry.refresh()
+    assert isolated_registry.get("acme") is sys.modules["acme_forms"].READY
+    assert isolated_registry.get("shelved") is sys.modules["acme_forms"].Shelf.item
+
+
+# Unknown names
+
+
+def text_of(registry, name):
+    with pytest.raises(UnknownBackendError) as error:
+        registry.get(name)
+    with pytest.raises(UnknownBackendError):
+        registry.info(name)
+    assert isinstance(error.value, LookupError)
+    return str(error.value)
+
+
+@pytest.fixture
+def bare(isolated_registry, monkeypatch):
+    """A registry with nothing installed."""
+    empty = _discovery.Scan(dict.fromkeys(_discovery.GROUPS, ()), (), 0.0)
+    monkeypatch.setattr(_discovery, "current", lambda: empty)
+    return isolated_registry
+
+
+def test_an_unknown_name_lists_what_is_installed_and_the_closest_one(bare):
+    bare.register("fake", Fake())
+    assert text_of(bare, "fkae") == "no backend named 'fkae' is installed; did you mean 'fake'?; installed: fake"
+
+
+@pytest.mark.parametrize(
+    ("name", "dist"),
+    [
+        ("eager", "polyattn-eager"),
+        ("sdpa", "polyattn-sdpa"),
+        ("flex_attention", "polyattn-flex"),
+        ("fa", "polyattn-fa2"),
+    ],
+)
+def test_a_first_party_name_comes_with_its_pip_command(name, dist, bare):
+    assert (
+        text_of(bare, name)
+        == f"no backend named '{name}' is installed; `pip install {dist}` brings it; installed: none"
+    )
+
+
+@pytest.mark.parametrize("name", ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"])
+def test_a_first_party_rope_variant_comes_with_its_pip_command(name, monkeypatch):
+    empty = _discovery.Scan(dict.fromkeys(_discovery.GROUPS, ()), (), 0.0)
+    monkeypatch.setattr(_discovery, "current", lambda: empty)
+    said = text_of(polyattn._registry.Registry(polyattn.rope_variants._contract), name)
+    assert said.startswith(f"no RoPE variant named '{name}' is installed; `pip install polyattn-rope-{name}` brings it")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("flash_attention_2", "fa"),
+        ("fa2", "fa"),
+        ("flex", "flex_attention"),
+        ("SDPA", "sdpa"),
+        ("flexattention", "flex_attention"),
+    ],
+)
+def test_a_name_from_elsewhere_is_never_resolved_but_answered_with_ours(name, meant, bare):
+    said = text_of(bare, name)
+    assert f"did you mean '{meant}'?" in said
+    assert "pip install" in said
+
+
+def test_usp_says_that_it_does_not_exist_yet_and_which_names_do(bare):
+    bare.register("fake", Fake())
+    assert (
+        text_of(bare, "usp") == "backend 'usp' cannot be used: sequence parallelism does not exist yet; installed: fake"
+    )
+
+
+def test_auto_is_no_backend(bare):
+    assert "get one by its name" in text_of(bare, "auto")
+
+
+def test_a_name_that_is_no_string_is_an_error_of_its_own(isolated_registry):
+    with pytest.raises(UnknownBackendError, match="must be a str, got 3"):
+        isolated_registry.get(3)
+
+
+# Registering in code
+
+
+def test_a_registered_object_is_found_by_name_and_listed(isolated_registry):
+    fake = Fake()
+    isolated_registry.register("fake", fake)
+    assert isolated_registry.get("fake") is fake
+    assert "fake" in isolated_registry.names()
+    info = isolated_registry.info("fake")
+    assert (info.status, info.dist, info.value) == ("registered", "", f"{Fake.__module__}.Fake")
+    assert info in isolated_registry.infos()
+
+
+def test_a_registered_class_is_instantiated_once(isolated_registry):
+    isolated_registry.register("fake", Fake)
+    assert isinstance(isolated_registry.get("fake"), Fake)
+    assert isolated_registry.get("fake") is isolated_registry.get("fake")
+
+
+def test_a_registered_string_is_imported_at_first_use(site, isolated_registry):
+    (site / "lazy_backend.py").write_text(backend_source("lazy"))
+    isolated_registry.register("lazy", "lazy_backend:Backend")
+    assert isolated_registry.info("lazy").status == "registered"
+    assert "lazy_backend" not in sys.modules
+    assert isolated_registry.get("lazy") is isolated_registry.get("lazy")
+
+
+def test_a_registered_string_that_leads_nowhere_fails_at_get(isolated_registry):
+    isolated_registry.register("lazy", "nowhere_at_all:Backend")
+    with pytest.raises(BackendLoadError, match=r"'lazy' \(registered in code\) cannot be loaded: ModuleNotFoundError"):
+        isolated_registry.get("lazy")
+    assert isolated_registry.info("lazy").status == "broken"
+
+
+def test_a_taken_name_is_replaced_only_on_request(isolated_registry):
+    isolated_registry.register("fake", Fake())
+    with pytest.raises(DuplicatePluginError, match=r"the name is taken by registered in code .* pass replace=True"):
+        isolated_registry.register("fake", Fake())
+    second = Fake()
+    isolated_registry.register("fake", second, replace=True)
+    assert isolated_registry.get("fake") is second
+
+
+def test_an_installed_name_is_taken_too(site, make_dist, isolated_registry):
+    make_dist("faker", "4.0", backends={"fake": "faker:Backend"}).unpack(site)
+    isolated_registry.refresh()
+    with pytest.raises(
+        DuplicatePluginError, match=r"as backend 'fake': the name is taken by faker 4.0 \(faker:Backend\)"
+    ):
+        isolated_registry.register("fake", Fake())
+    isolated_registry.register("fake", Fake(), replace=True)
+    assert isinstance(isolated_registry.get("fake"), Fake)
+    isolated_registry.unregister("fake")
+    assert isolated_registry.info("fake").dist == "faker"
+
+
+def test_unregister_takes_back_what_was_registered(isolated_registry):
+    isolated_registry.register("fake", Fake())
+    isolated_registry.unregister("fake")
+    assert "fake" not in isolated_registry.names()
+    with pytest.raises(UnknownBackendError, match="no backend 'fake' was registered in code"):
+        isolated_registry.unregister("fake")
+
+
+@pytest.mark.parametrize("name", ["FA", "my-backend", "", "auto", "1x"])
+def test_an_illegal_name_is_not_registered(name, isolated_registry):
+    with pytest.raises(BackendLoadError, match="cannot register"):
+        isolated_registry.register(name, Fake())
+
+
+def test_a_malformed_string_is_not_registered(isolated_registry):
+    with pytest.raises(BackendLoadError, match="'module' or 'module:attribute', got 'not a module!'"):
+        isolated_registry.register("fake", "not a module!")
+
+
+def test_rope_variants_are_checked_by_their_own_contract(isolated_registry):
+    rope = polyattn._registry.Registry(polyattn.rope_variants._contract)
+    rope.register("spiral", Variant())
+    assert rope.get("spiral").name == "spiral"
+    with pytest.raises(BackendLoadError, match=r"Fake is no RoPE variant: .*Fake lacks validate, frequencies"):
+        rope.register("fake", Fake())
+
+
+# What an object must provide
+
+
+def changed(**attributes):
+    return type("Changed", (Fake,), attributes)()
+
+
+@pytest.mark.parametrize(
+    ("obj", "error", "said"),
+    [
+        (object(), BackendLoadError, "object lacks name, api_version, unsupported, prepare, attend"),
+        (
+            changed(api_version=99),
+            IncompatiblePluginError,
+            "speaks api_version 99, this polyattn speaks 1; upgrade polyattn",
+        ),
+        (
+            changed(api_version=0),
+            IncompatiblePluginError,
+            "speaks api_version 0, this polyattn speaks 1; upgrade the plugin",
+        ),
+        (changed(api_version="1"), BackendLoadError, "api_version must be an int, got '1'"),
+        (changed(api_version=True), BackendLoadError, "api_version must be an int, got True"),
+        (changed(name="fa"), BackendLoadError, "name must be 'fake', got 'fa'"),
+        (changed(prepare=None), BackendLoadError, "prepare must be a method, got None"),
+        (
+            changed(attend=lambda self, q, k, v: None),
+            BackendLoadError,
+            "attend(q, k, v) cannot be called as attend(q, k, v, prepared, bias=..., sinks=...): too many positional",
+        ),
+        (
+            changed(unsupported=lambda self, request, layout, more: ()),
+            BackendLoadError,
+            "cannot be called as unsupported(layout, request)",
+        ),
+    ],
+)
+def test_an_object_that_is_no_backend_is_refused_with_what_it_lacks(obj, error, said, isolated_registry):
+    with pytest.raises(error) as refusal:
+        isolated_registry.register("fake", obj)
+    assert said in str(refusal.value)
+    assert "fake" not in isolated_registry.names()
+
+
+def test_a_method_written_in_c_need_not_tell_its_signature(isolated_registry):
+    isolated_registry.register("fake", changed(unsupported=type))
+
+
+# Resolving a value from a config
+
+
+def test_resolve_takes_a_name_or_an_object(isolated_registry):
+    fake = Fake()
+    isolated_registry.register("fake", fake)
+    assert isolated_registry.resolve("fake") is fake
+    assert isolated_registry.resolve("fake", {}) is fake
+    other = changed(name="unheard_of")
+    assert isolated_registry.resolve(other) is other
+
+
+def test_resolve_refuses_what_is_no_backend(isolated_registry):
+    with pytest.raises(BackendLoadError, match=r"builtins\.int is no backend: builtins\.int lacks name"):
+        isolated_registry.resolve(3)
+    with pytest.raises(BackendLoadError, match="Fake is a class; give an instance"):
+        isolated_registry.resolve(Fake)
+
+
+def test_options_go_to_configure(isolated_registry):
+    class Configurable(Fake):
+        options = None
+
+        def configure(self, options):
+            configured = Configurable()
+            configured.options = options
+            return configured
+
+    isolated_registry.register("fake", Configurable())
+    assert isolated_registry.resolve("fake", {"block": 128}).options == {"block": 128}
+    assert isolated_registry.get("fake").options is None
+
+
+def test_options_for_a_backend_without_any_are_refused(isolated_registry):
+    isolated_registry.register("fake", Fake())
+    with pytest.raises(ConfigError, match=r"backend 'fake' has no options, got {'block': 128}; leave them out"):
+        isolated_registry.resolve("fake", {"block": 128})
+
+
+# Overriding
+
+
+def test_override_holds_until_the_context_ends_and_nests(isolated_registry):
+    first, second = Fake(), Fake()
+    isolated_registry.register("fake", Fake())
+    original = isolated_registry.get("fake")
+    with isolated_registry.override("fake", first) as given:
+        assert given is isolated_registry.get("fake") is first
+        with isolated_registry.override("fake", second):
+            assert isolated_registry.get("fake") is second
+        assert isolated_registry.get("fake") is first
+    assert isolated_registry.get("fake") is original
+
+
+def test_override_ends_with_an_exception_too_and_leaves_no_name(isolated_registry):
+    with pytest.raises(ZeroDivisionError), isolated_registry.override("fake", Fake()):
+        1 / ("fake" not in isolated_registry.names())
+    assert "fake" not in isolated_registry.names()
+
+
+def test_overrides_that_overlap_end_in_any_order(isolated_registry):
+    one, two = Fake(), Fake()
+    first, second = isolated_registry.override("fake", one), isolated_registry.override("fake", two)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert isolated_registry.get("fake") is two
+    second.__exit__(None, None, None)
+    assert "fake" not in isolated_registry.names()
+
+
+def test_override_of_a_bad_object_changes_nothing(isolated_registry):
+    with pytest.raises(BackendLoadError), isolated_registry.override("fake", object()):
+        pass
+    assert "fake" not in isolated_registry.names()
+
+
+# Refreshing
+
+
+def test_refresh_finds_what_was_installed_and_keeps_what_was_loaded(site, make_dist, isolated_registry):
+    make_dist.backend("first-attention", "first", module="first_module").unpack(site)
+    isolated_registry.refresh()
+    first = isolated_registry.get("first")
+    make_dist.backend("second-attention", "second", module="second_module").unpack(site)
+    assert "second" not in isolated_registry.names()
+    isolated_registry.refresh()
+    assert isolated_registry.get("second").name == "second"
+    assert isolated_registry.get("first") is first
+
+
+def test_refresh_forgets_what_was_uninstalled(site, make_dist, isolated_registry):
+    make_dist.backend("first-attention", "first", module="first_gone").unpack(site)
+    isolated_registry.refresh()
+    isolated_registry.get("first")
+    (site / "first_attention-1.0.dist-info" / "entry_points.txt").unlink()
+    isolated_registry.refresh()
+    assert "first" not in isolated_registry.names()
+
+
+def test_a_failure_is_remembered_until_refresh(site, make_dist, isolated_registry):
+    before = (
+        "import builtins\nbuiltins.tries = getattr(builtins, 'tries', 0) + 1\n"
+        "if builtins.tries < 2: raise OSError('not yet')"
+    )
+    make_dist.backend("shy-attention", "shy", module="shy_module", before=before).unpack(site)
+    isolated_registry.refresh()
+    import builtins
+
+    try:
+        for _ in range(2):
+            with pytest.raises(BackendLoadError, match="OSError: not yet") as error:
+                isolated_registry.get("shy")
+            assert isinstance(error.value.__cause__, OSError)
+        assert builtins.tries == 1
+        assert isolated_registry.info("shy").status == "broken"
+        isolated_registry.refresh()
+        assert isolated_registry.info("shy").status == "available"
+        assert isolated_registry.get("shy").name == "shy"
+    finally:
+        del builtins.tries
+
+
+def test_what_a_plugin_registered_is_taken_back_when_its_load_fails(site, make_dist, isolated_registry):
+    before = (
+        "import builtins\nbuiltins.tries = getattr(builtins, 'tries', 0) + 1\n"
+        "builtins.registry.register('extra', 'extra_module:Backend')\n"
+        "if builtins.tries < 2: raise OSError('not yet')"
+    )
+    make_dist.backend("shy-attention", "shy", module="shy_registrar", before=before).unpack(site)
+    isolated_registry.refresh()
+    import builtins
+
+    builtins.registry = isolated_registry
+    try:
+        with pytest.raises(BackendLoadError, match="not yet"):
+            isolated_registry.get("shy")
+        assert "extra" not in isolated_registry.names()
+        isolated_registry.refresh()
+        isolated_registry.get("shy")
+        assert "extra" in isolated_registry.names()
+    finally:
+        del builtins.tries, builtins.registry
+
+
+def test_the_errors_of_the_registry_survive_pickling(isolated_registry):
+    isolated_registry.register("lazy", "nowhere_at_all:Backend")
+    for name in ("lazy", "nothing"):
+        with pytest.raises(polyattn.PolyattnError) as error:
+            isolated_registry.get(name)
+        copy = pickle.loads(pickle.dumps(error.value))
+        assert (type(copy), str(copy)) == (type(error.value), str(error.value))
+        assert getattr(copy, "name", None) == getattr(error.value, "name", None)

@@ -1,0 +1,188 @@
+"""Allow and disable lists act before any code of a plugin runs."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from polyattn import BlockedPluginError, ConfigError, _hooks
+
+WITNESS = "import pathlib\npathlib.Path('imported').touch()"
+
+
+@pytest.fixture
+def folder(tmp_path, make_dist):
+    """Plugins of ``acme-attention`` that leave a file when they are imported, and a backend ``other``."""
+    site = tmp_path / "site"
+    make_dist.backend("other-attention", "other").unpack(site)
+    make_dist(
+        "acme-attention",
+        backends={"acme": "acme_module:Backend"},
+        rope={"spiral": "acme_module:Spiral"},
+        hooks={"trace": "acme_module"},
+        modules={"acme_module.py": WITNESS},
+    ).unpack(site)
+    return site
+
+
+REFUSED = """
+import polyattn
+from polyattn import backends, rope_variants
+{before}
+assert "acme" in backends.names()
+assert backends.info("acme").status == rope_variants.info("spiral").status == "blocked"
+for registry, name in ((backends, "acme"), (rope_variants, "spiral")):
+    try:
+        registry.get(name)
+    except polyattn.BlockedPluginError as error:
+        print(error)
+        assert (error.name, error.dist, error.version) == (name, "acme-attention", "1.0")
+    else:
+        raise AssertionError("loaded")
+assert backends.get("other").name == "other"
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "before", "said"),
+    [
+        (
+            {"POLYATTN_ALLOW": "other-attention"},
+            "",
+            "POLYATTN_ALLOW=other-attention does not allow its distribution 'acme-attention'",
+        ),
+        ({"POLYATTN_ALLOW": " Other_Attention , x"}, "", "POLYATTN_ALLOW= Other_Attention , x does not allow"),
+        ({"POLYATTN_DISABLE": "trace,acme, spiral"}, "", "POLYATTN_DISABLE=trace,acme, spiral disables it"),
+        ({"POLYATTN_DISABLE": "acme-attention:acme,acme-attention:spiral,trace"}, "", "disables it"),
+        (
+            {},
+            "backends.allow(['other-attention'])",
+            "backends.allow(['other-attention']) does not allow its distribution",
+        ),
+        (
+            {},
+            "backends.disable(['acme', 'spiral', 'trace'])",
+            "backends.disable(['acme', 'spiral', 'trace']) disables it",
+        ),
+        ({"POLYATTN_ALLOW": "acme-attention,other-attention"}, "backends.allow(['other-attention'])", "backends.allow"),
+    ],
+)
+def test_a_blocked_plugin_is_never_imported_and_says_who_blocked_it(env, before, said, folder, tmp_path, run_python):
+    done = run_python(REFUSED.format(before=before), path=[folder], env=env)
+    assert "backend 'acme' may not be loaded (acme-attention 1.0: " in done.stdout
+    assert "RoPE variant 'spiral' may not be loaded" in done.stdout
+    assert said in done.stdout
+    assert not (tmp_path / "imported").exists()
+
+
+def test_without_a_list_the_witness_does_its_work(folder, tmp_path, run_python):
+    run_python(
+        "import polyattn\ntry: polyattn.backends.get('acme')\nexcept polyattn.BackendLoadError: pass", path=[folder]
+    )
+    assert (tmp_path / "imported").exists()
+
+
+def test_an_empty_allow_list_allows_nothing(folder, run_python):
+    code = """
+import polyattn
+assert {info.status for info in polyattn.backends.infos() if info.dist} == {"blocked"}
+try: polyattn.backends.get("other")
+except polyattn.BlockedPluginError as error: print(error)
+"""
+    assert (
+        "POLYATTN_ALLOW= does not allow its distribution 'other-attention'"
+        in run_python(code, path=[folder], env={"POLYATTN_ALLOW": ""}).stdout
+    )
+
+
+def test_the_command_line_shows_what_is_blocked_and_imports_nothing_of_it(folder, tmp_path, run_python):
+    env = {"POLYATTN_DISABLE": "acme,spiral,trace", "POLYATTN_ALLOW": "acme-attention,other-attention"}
+    for command in ("list", "doctor"):
+        done = run_python(["-m", "polyattn", command], path=[folder], env=env)
+        assert "POLYATTN_DISABLE=acme,spiral,trace disables it" in done.stdout
+    assert not (tmp_path / "imported").exists()
+
+
+def test_an_allowed_distribution_that_is_absent_is_one_warning(folder, run_python):
+    code = """
+import polyattn
+polyattn.backends.names(), polyattn.rope_variants.names(), polyattn.backends.refresh(), polyattn.backends.names()
+"""
+    done = run_python(code, path=[folder], env={"POLYATTN_ALLOW": "other-attention,typo-attention"})
+    assert done.stderr.count("allows 'typo-attention', which is not installed or brings no plugin") == 1
+    assert "allows 'other-attention'" not in done.stderr
+
+
+def test_blocking_one_of_two_rivals_settles_the_conflict(tmp_path, run_python, make_dist):
+    for dist in ("alpha", "beta"):
+        make_dist.backend(dist, "contested").unpack(tmp_path / "site")
+    code = "import polyattn; print(type(polyattn.backends.get('contested')).__module__)"
+    for env in ({"POLYATTN_ALLOW": "beta"}, {"POLYATTN_DISABLE": "alpha:contested"}):
+        assert run_python(code, path=[tmp_path / "site"], env=env).stdout.split() == ["beta"]
+
+
+@pytest.fixture
+def acme(site, make_dist, isolated_registry):
+    make_dist.backend("acme-attention", "acme", module="acme_trusted").unpack(site)
+    isolated_registry.refresh()
+    yield isolated_registry
+    isolated_registry.allow(None)
+    isolated_registry.disable([])
+
+
+def test_lists_in_code_can_be_lifted_again(acme):
+    acme.disable(["acme"])
+    with pytest.raises(BlockedPluginError):
+        acme.get("acme")
+    acme.disable([])
+    acme.allow([])
+    with pytest.raises(BlockedPluginError):
+        acme.get("acme")
+    acme.allow(None)
+    assert acme.get("acme").name == "acme"
+
+
+def test_a_loaded_plugin_is_refused_once_it_is_disabled(acme):
+    acme.get("acme")
+    acme.disable(["acme"])
+    with pytest.raises(BlockedPluginError):
+        acme.get("acme")
+
+
+def test_a_disabled_name_is_refused_when_registered_in_code_too(acme):
+    acme.register("mine", "acme_trusted:Backend")
+    acme.disable(["mine"])
+    with pytest.raises(BlockedPluginError, match="registered in code"):
+        acme.get("mine")
+
+
+def test_the_allow_list_is_about_distributions_and_lets_registrations_pass(acme):
+    acme.register("acme", "acme_trusted:Backend", replace=True)
+    acme.allow([])
+    assert acme.get("acme").name == "acme"
+
+
+def test_allowing_an_absent_distribution_in_code_warns(acme, caplog):
+    with caplog.at_level(logging.WARNING, "polyattn"):
+        acme.allow(["no-such-attention"])
+    assert "backends.allow(['no-such-attention']) allows 'no-such-attention', which is not installed" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["acme", [3]])
+def test_a_list_must_be_a_list_of_names(given, acme):
+    with pytest.raises(ConfigError, match=r"disable\(\) needs a list of strings"):
+        acme.disable(given)
+    with pytest.raises(ConfigError, match=r"allow\(\) needs a list of strings"):
+        acme.allow(given)
+
+
+def test_a_hook_that_is_disabled_is_no_longer_called(site, make_dist, acme):
+    source = "import pluggy\n@pluggy.HookimplMarker('polyattn')\ndef polyattn_prepared():\n    pass\n"
+    make_dist("tracer", hooks={"trace": "tracer_blocked"}, modules={"tracer_blocked.py": source}).unpack(site)
+    acme.refresh()
+    assert _hooks.installed("polyattn_prepared")
+    acme.disable(["trace"])
+    assert not _hooks.installed("polyattn_prepared")
+    acme.disable([])
+    assert _hooks.installed("polyattn_prepared")
