@@ -275,6 +275,55 @@ def test_listing_never_waits_for_an_import(tmp_path, run_python, make_dist):
     run_python(["-m", "polyattn", "list"], path=[folder], timeout=20)
 
 
+KERNEL = """
+import torch
+from polyattn import AttentionResult, BackendBase
+
+class Backend(BackendBase):
+    name = "contested"
+    abilities = frozenset({"float32", "full"})
+
+    def device_reasons(self, device):
+        import nowhere_to_be_found
+
+    def plan(self, layout, request):
+        return None
+"""
+
+
+def test_a_kernel_that_fails_to_import_later_is_a_reason_against_its_own_backend(tmp_path, run_python, make_dist):
+    folder = make_dist("gamma", "1.0", backends={"contested": "gamma:Backend"}, modules={"gamma.py": KERNEL}).unpack(
+        tmp_path / "site"
+    )
+    code = """
+import polyattn, torch
+q = torch.zeros(1, 1, 2, 4)
+layout, request = polyattn.MaskLayout.full(2), polyattn.AttentionRequest.of(q, q, q)
+decision = polyattn.explain(layout, request)
+assert decision.candidates["sdpa"] == decision.candidates["eager"] == ()
+(reason,) = decision.candidates["contested"]
+assert reason.code == "fails_when_asked" and "nowhere_to_be_found" in reason.got, reason
+assert polyattn.attention(q, q, q, layout).output.shape == q.shape
+try: polyattn.attention(q, q, q, layout, backend="contested")
+except ModuleNotFoundError: print("told")
+"""
+    assert run_python(code, path=[folder]).stdout.split() == ["told"]
+
+
+def test_a_backend_chosen_among_rivals_survives_pickling(tmp_path, run_python, make_dist):
+    for dist in ("gamma", "delta"):
+        make_dist(dist, "1.0", backends={"contested": f"{dist}:Backend"}, modules={f"{dist}.py": KERNEL}).unpack(
+            tmp_path / "site"
+        )
+    code = """
+import pickle, polyattn
+chosen = polyattn.backends.get("gamma:contested")
+again = pickle.loads(pickle.dumps(chosen))
+assert again == chosen and type(again).__module__ == "gamma"
+"""
+    run_python(code, path=[tmp_path / "site"])
+
+
 def test_the_command_line_survives_everything_at_once(hostile, run_python):
     listed = json.loads(run_python(["-m", "polyattn", "list", "--json"], path=[hostile]).stdout)
     shown = {(entry["name"], entry["dist"]): entry for section in listed.values() for entry in section}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from polyattn import _hooks
-from polyattn._errors import ConfigError, PolyattnError, UnsupportedAttentionError
+from polyattn._errors import AttentionInputError, ConfigError, LayoutError, PolyattnError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
 from polyattn._registry import backends
 from polyattn._request import AttentionRequest, Reason
@@ -128,7 +128,9 @@ class AutoBackend:
         chosen: AttentionBackend = backends.get(decision.chosen)
         return chosen.prepare(layout, request)
 
-    def attend(self, q: Any, k: Any, v: Any, prepared: PreparedAttention, *, bias: Any = None, sinks: Any = None) -> Any:
+    def attend(
+        self, q: Any, k: Any, v: Any, prepared: PreparedAttention, *, bias: Any = None, sinks: Any = None
+    ) -> Any:
         """Run the backend that prepared."""
         return prepared.backend.attend(q, k, v, prepared, bias=bias, sinks=sinks)
 
@@ -147,9 +149,17 @@ def _reasons(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[
         backend = backends.get(name)
     except PolyattnError as error:
         return (
-            Reason("not_loadable", "plugin", str(error).splitlines()[0], "a plugin that loads", "see `polyattn doctor`"),
+            Reason(
+                "not_loadable", "plugin", str(error).splitlines()[0], "a plugin that loads", "see `polyattn doctor`"
+            ),
         )
-    reasons: tuple[Reason, ...] = backend.unsupported(layout, request)
+    try:
+        reasons: tuple[Reason, ...] = backend.unsupported(layout, request)
+    except (LayoutError, AttentionInputError):
+        raise  # about the question, not about the backend
+    except Exception as error:  # noqa: BLE001 - a backend that fails at the question must not take the others along
+        got = f"{type(error).__name__}: {error}"
+        return (Reason("fails_when_asked", "plugin", got, "a backend that answers", "see `polyattn doctor`"),)
     return reasons
 
 
@@ -162,9 +172,7 @@ def _refusals(decision: Decision) -> tuple[Reason, ...]:
     if decision.chosen is not None:
         return ()
     if not decision.candidates:
-        return (
-            Reason("no_backend", "plugin", "no installed backend", "at least one", "pip install polyattn-sdpa"),
-        )
+        return (Reason("no_backend", "plugin", "no installed backend", "at least one", "pip install polyattn-sdpa"),)
     return tuple(
         dataclasses.replace(reason, got=f"{reason.got} [{name}]")
         for name, reasons in decision.candidates.items()

@@ -15,6 +15,7 @@ from polyattn._errors import PolyattnError
 
 #: Subcommand -> where its click command is, and its line in ``polyattn --help``.
 COMMANDS = {
+    "check": ("polyattn._cli.check:check", "Check that a backend honours or refuses everything."),
     "doctor": ("polyattn._cli.doctor:doctor", "Say what is wrong with this installation."),
     "explain": ("polyattn._cli.explain:explain", "Say why a backend would be chosen or refused."),
     "list": ("polyattn._cli.listing:list_plugins", "List what is installed, without importing any of it."),

@@ -41,12 +41,12 @@ def explain(ctx: click.Context, /, backend: str, as_json: bool, **given: Any) ->
 
     KIND is the mask; the exit status is 1 when no backend, or not the one that --backend names, can do it.
     """
-    if backend != "auto":
-        backends.get(backend)  # its own error says more than a decision without it
+    asked = None if backend == "auto" else backends.get(backend)
 
     import torch
 
     from polyattn._request import AttentionRequest
+    from polyattn._select import Decision
     from polyattn._select import explain as decide
 
     fields = {field.name for field in dataclasses.fields(AttentionRequest)}
@@ -62,14 +62,11 @@ def explain(ctx: click.Context, /, backend: str, as_json: bool, **given: Any) ->
     # Asking for the gradient of something asks for the thing.
     request["has_bias"] |= request["needs_bias_grad"]
     request["needs_lse"] |= request["needs_lse_grad"]
-    decision = decide(layout, AttentionRequest(**request))
-    if backend != "auto":
-        reasons = decision.candidates[backend]
-        decision = dataclasses.replace(
-            decision,
-            chosen=None if reasons else backend,
-            candidates={backend: reasons},
-            because="it was asked for by name",
-        )
+    question = AttentionRequest(**request)
+    if asked is None:
+        decision = decide(layout, question)
+    else:
+        reasons = tuple(asked.unsupported(layout, question))
+        decision = Decision(None if reasons else backend, {backend: reasons}, "asked for by name")
     click.echo(json.dumps(decision.to_dict(), indent=2) if as_json else f"{layout.describe()}\n{decision}")
     ctx.exit(0 if decision.chosen else 1)
