@@ -100,7 +100,7 @@ def test_overrides_of_many_threads_leave_nothing(site, make_dist, isolated_regis
 
     in_threads(16, work)
     assert isolated_registry.get("acme") is original
-    assert not isolated_registry._overrides
+    assert not isolated_registry._in_code.active()
 
 
 MEETING = """
@@ -215,7 +215,7 @@ thread.start()
 time.sleep(0.3)
 locked, release = threading.Event(), threading.Event()
 def hold():
-    with backends._lock:
+    with backends._in_code._lock:
         locked.set()
         release.wait()
 holder = threading.Thread(target=hold)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from polyattn._discovery import Candidate
@@ -188,68 +187,4 @@ def _hint(plugin: Candidate, error: BaseException) -> str:
     gone = error.name if isinstance(error, ModuleNotFoundError) else None
     if gone and plugin.dist and f"{plugin.module}.".startswith(f"{gone}."):
         return f"; its metadata is installed but its code is not: pip install --force-reinstall {plugin.dist}"
-    return ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Contract:
-    """What the plugins of one group must provide.
-
-    Attributes:
-        group: entry-point group.
-        noun: what such a plugin is called in messages.
-        api_versions: versions of the protocol that this core speaks.
-        calls: for each method how core calls it: positional arguments, then keywords.
-    """
-
-    group: str
-    noun: str
-    api_versions: range
-    calls: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
-
-    def fault(self, obj: Any, name: str | None = None) -> Fault | None:
-        """What keeps ``obj`` from being such a plugin called ``name`` (``None``: called anything)."""
-        if isinstance(obj, type):
-            return BackendLoadError, f"{shown(obj)} is a class; give an instance"
-        required = ("name", "api_version", *self.calls)
-        missing = [attribute for attribute in required if not hasattr(obj, attribute)]
-        if missing:
-            return BackendLoadError, f"{shown(obj)} lacks {', '.join(missing)}; a {self.noun} has {', '.join(required)}"
-        version, oldest, newest = obj.api_version, self.api_versions[0], self.api_versions[-1]
-        if not isinstance(version, int) or isinstance(version, bool):
-            return BackendLoadError, f"its api_version must be an int, got {version!r}"
-        if version not in self.api_versions:
-            spoken = oldest if oldest == newest else f"{oldest} to {newest}"
-            cure = "upgrade polyattn" if version > newest else "upgrade the plugin"
-            return IncompatiblePluginError, f"it speaks api_version {version}, this polyattn speaks {spoken}; {cure}"
-        problems = [_call_problem(obj, method, *arguments) for method, arguments in self.calls.items()]
-        if any(problems):
-            return BackendLoadError, "; ".join(filter(None, problems))
-        if not isinstance(obj.name, str) or (name is not None and obj.name != name):
-            return (
-                BackendLoadError,
-                f"its attribute name must be {'a str' if name is None else repr(name)}, got {obj.name!r}",
-            )
-        return None
-
-
-def shown(obj: Any) -> str:
-    """A short name of an object or class for messages: ``"acme.Backend"``."""
-    kind = obj if isinstance(obj, type) else type(obj)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _call_problem(obj: Any, method: str, positional: tuple[str, ...], keywords: tuple[str, ...]) -> str:
-    function = getattr(obj, method)
-    if not callable(function):
-        return f"{method} must be a method, got {function!r}"
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return ""  # a compiled method need not tell its signature
-    try:
-        signature.bind(*positional, **dict.fromkeys(keywords))
-    except TypeError as error:
-        call = ", ".join([*positional, *(f"{keyword}=..." for keyword in keywords)])
-        return f"{method}{signature} cannot be called as {method}({call}): {error}"
     return ""

@@ -1,11 +1,11 @@
-"""What to tell somebody whose config names a plugin that is not there."""
+"""What to tell somebody whose config names a plugin that is not there, or is there twice."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
 
-from polyattn._discovery import AUTO, BACKENDS, ROPE
+from polyattn._discovery import AUTO, BACKENDS, ROPE, Candidate
 
 #: Names that distributions of this project bring.
 FIRST_PARTY = {
@@ -60,3 +60,22 @@ def unknown(group: str, noun: str, name: str, installed: Sequence[str]) -> str:
     if meant and meant not in installed:
         text += f" `pip install {first_party[meant]}` brings it"
     return f"{text}; {listed}"
+
+
+def conflict(noun: str, name: str, rivals: Sequence[Candidate]) -> str:
+    """The error text for ``name``, which all of ``rivals`` claim.
+
+    Args:
+        noun: what a plugin of the group is called.
+        name: what was asked for.
+        rivals: two claims or more that could be loaded.
+    """
+    lines = [f"{len(rivals)} plugins claim the {noun} name '{name}':"]
+    lines += [f"  - {rival.label}: {rival.value}, from {rival.source}" for rival in rivals]
+    dists = sorted({rival.dist for rival in rivals})
+    if len(dists) > 1:
+        chosen = " or ".join(f'"{dist}:{rivals[0].name}"' for dist in dists)
+        lines.append(f"  uninstall all but one (pip uninstall {dists[0]}), or write which one you mean: {chosen}")
+    else:
+        lines.append(f"  leftovers of another version: pip uninstall {dists[0]} until it is gone, then install it")
+    return "\n".join(lines)

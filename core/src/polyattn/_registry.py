@@ -17,7 +17,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from polyattn import _discovery, _hooks
-from polyattn._discovery import BACKENDS, ROPE, Candidate, candidate, illegal_name, normalized
+from polyattn._contract import BACKEND, ROPE_VARIANT, Contract, shown
+from polyattn._discovery import BACKENDS, Candidate, candidate, illegal_name, normalized
 from polyattn._errors import (
     BackendLoadError,
     BlockedPluginError,
@@ -27,7 +28,6 @@ from polyattn._errors import (
     UnknownBackendError,
 )
 from polyattn._loading import (
-    Contract,
     Failed,
     Loaded,
     Outcome,
@@ -35,11 +35,11 @@ from polyattn._loading import (
     describe,
     load,
     loading,
-    shown,
     undo_if_load_fails,
 )
-from polyattn._names import unknown
-from polyattn._once import Once, TableLock
+from polyattn._names import conflict, unknown
+from polyattn._once import Once
+from polyattn._registrations import Registrations
 from polyattn._trust import trust
 
 _logger = logging.getLogger("polyattn")
@@ -58,17 +58,14 @@ class Registry:
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
-        self._lock = TableLock()
-        self._registered: dict[str, Candidate] = {}
-        self._overrides: dict[str, list[Candidate]] = {}
+        self._in_code = Registrations()
         self._outcomes: Once[Candidate, Outcome] = Once(final=lambda outcome: isinstance(outcome, Loaded))
         self._seen: _discovery.Scan | None = None
 
     def names(self) -> tuple[str, ...]:
         """Every installed or registered name, sorted, whether or not it can be loaded; imports no plugin."""
         installed = {plugin.name for plugin in self._installed() if not illegal_name(plugin.group, plugin.name)}
-        with self._lock:
-            return tuple(sorted(installed.union(self._registered, self._overrides)))
+        return tuple(sorted(installed.union(plugin.name for plugin in self._in_code.active())))
 
     def info(self, name: str) -> PluginInfo:
         """What is known about ``name``; imports no plugin.
@@ -92,13 +89,11 @@ class Registry:
     def infos(self) -> tuple[PluginInfo, ...]:
         """What is known about every claim to any name, rivals, blocked and broken ones apart; imports no plugin."""
         installed = self._installed()
-        with self._lock:
-            in_code = [*self._registered.values(), *(stack[-1] for stack in self._overrides.values())]
-        infos = [self._describe(plugin) for plugin in in_code]
+        infos = [self._describe(plugin) for plugin in self._in_code.active()]
         for plugin in installed:
             rivals = _sound(rival for rival in installed if rival.name == plugin.name)
             if plugin in rivals and len(rivals) > 1:
-                infos.append(PluginInfo.of(plugin, "conflict", self._conflict(plugin.name, rivals)))
+                infos.append(PluginInfo.of(plugin, "conflict", conflict(self._contract.noun, plugin.name, rivals)))
             else:
                 infos.append(self._describe(plugin))
         return tuple(sorted(infos, key=lambda info: (info.name, info.dist, info.version, info.value)))
@@ -147,20 +142,20 @@ class Registry:
                 while it is imported.
             BackendLoadError, IncompatiblePluginError: the name is not legal or the object is no such plugin.
         """
-        before = self._registered.get(name)
+        before = self._in_code.registered(name)
         holders = [before] if before else _sound(self._claims_installed(name))
         if not replace and any(_leads_to(holder, obj) for holder in holders):
             return  # a plugin that registers at import what its own entry point names
         self._refuse_theft(name, holders)
         claim = self._claim(name, obj)
-        with self._lock:
-            if not replace and (holders or name in self._registered):
-                raise DuplicatePluginError(
-                    f"cannot register {_value(obj)} as {self._contract.noun} '{name}': the name is taken by "
-                    f"{_list(holders or [self._registered[name]])}; "
-                    "choose another name, pass replace=True, or use override() for a while"
-                )
-            self._registered[name] = claim
+        taken = [] if replace else holders
+        if not taken:
+            taken = self._in_code.register(claim, replace=replace)
+        if taken:
+            raise DuplicatePluginError(
+                f"cannot register {_value(obj)} as {self._contract.noun} '{name}': the name is taken by "
+                f"{_list(taken)}; choose another name, pass replace=True, or use override() for a while"
+            )
         undo_if_load_fails(functools.partial(self._withdraw, claim, before))
 
     def unregister(self, name: str) -> None:
@@ -170,7 +165,7 @@ class Registry:
             UnknownBackendError: the name was not registered in code.
             DuplicatePluginError: a plugin does this to another's name while it is imported.
         """
-        claim = self._registered.get(name)
+        claim = self._in_code.registered(name)
         if claim is None:
             raise UnknownBackendError(
                 f"no {self._contract.noun} '{name}' was registered in code; what is installed is uninstalled with pip, "
@@ -192,16 +187,11 @@ class Registry:
         """
         self._refuse_theft(name, self._claims_installed(name))
         claim = self._claim(name, obj)
-        with self._lock:
-            self._overrides.setdefault(name, []).append(claim)
+        self._in_code.push(claim)
         try:
             yield self._object(claim)
         finally:
-            with self._lock:
-                # Another thread's context may have begun later and end later, so each removes its own.
-                self._overrides[name].remove(claim)
-                if not self._overrides[name]:
-                    del self._overrides[name]
+            self._in_code.pop(claim)
             self._outcomes.forget(lambda plugin, _: plugin == claim)
 
     def refresh(self) -> None:
@@ -248,9 +238,7 @@ class Registry:
     def _claims(self, name: str) -> list[Candidate]:
         if not isinstance(name, str):
             raise UnknownBackendError(f"a {self._contract.noun}'s name must be a str, got {name!r}")
-        with self._lock:
-            stack = self._overrides.get(name)
-            in_code = stack[-1] if stack else self._registered.get(name)
+        in_code = self._in_code.top(name)
         claims = [in_code] if in_code else self._claims_installed(name)
         if not claims:
             raise UnknownBackendError(unknown(self._contract.group, self._contract.noun, name, self.names()))
@@ -269,7 +257,7 @@ class Registry:
         if len(sound) == 1:
             return sound[0]
         if sound:
-            raise DuplicatePluginError(self._conflict(name, sound))
+            raise DuplicatePluginError(conflict(self._contract.noun, name, sound))
         noun = self._contract.noun
         for plugin in claims:
             if not trust.forbids(plugin):
@@ -318,11 +306,7 @@ class Registry:
         return claim
 
     def _withdraw(self, claim: Candidate, before: Candidate | None) -> None:
-        with self._lock:
-            if self._registered.get(claim.name) is claim:
-                del self._registered[claim.name]
-                if before is not None:
-                    self._registered[claim.name] = before
+        self._in_code.withdraw(claim, before)
         self._outcomes.forget(lambda plugin, _: plugin == claim)
 
     def _refuse_theft(self, name: str, holders: list[Candidate]) -> None:
@@ -332,17 +316,6 @@ class Registry:
                 f"plugin '{thief.name}' ({thief.label}) changes {self._contract.noun} '{name}' while it is imported, "
                 f"but that name belongs to {_list(holders)}; a plugin may only add names of its own"
             )
-
-    def _conflict(self, name: str, rivals: list[Candidate]) -> str:
-        lines = [f"{len(rivals)} plugins claim the {self._contract.noun} name '{name}':"]
-        lines += [f"  - {rival.label}: {rival.value}, from {rival.source}" for rival in rivals]
-        dists = sorted({rival.dist for rival in rivals})
-        if len(dists) > 1:
-            chosen = " or ".join(f'"{dist}:{rivals[0].name}"' for dist in dists)
-            lines.append(f"  uninstall all but one (pip uninstall {dists[0]}), or write which one you mean: {chosen}")
-        else:
-            lines.append(f"  leftovers of another version: pip uninstall {dists[0]} until it is gone, then install it")
-        return "\n".join(lines)
 
 
 def _sound(claims: Iterable[Candidate]) -> list[Candidate]:
@@ -382,23 +355,5 @@ def _texts(method: str, given: Iterable[str]) -> tuple[str, ...]:
     return texts
 
 
-backends = Registry(
-    Contract(
-        BACKENDS,
-        "backend",
-        api_versions=range(1, 2),
-        calls={
-            "unsupported": (("layout", "request"), ()),
-            "prepare": (("layout", "request"), ()),
-            "attend": (("q", "k", "v", "prepared"), ("bias", "sinks")),
-        },
-    )
-)
-rope_variants = Registry(
-    Contract(
-        ROPE,
-        "RoPE variant",
-        api_versions=range(1, 2),
-        calls={"validate": (("spec",), ()), "frequencies": (("spec",), ("device", "length"))},
-    )
-)
+backends = Registry(BACKEND)
+rope_variants = Registry(ROPE_VARIANT)
