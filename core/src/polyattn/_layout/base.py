@@ -17,9 +17,9 @@ from polyattn._errors import LayoutError
 from polyattn._layout import picture
 from polyattn._layout.blocks import covered_keys, key_ranges
 from polyattn._layout.checks import check_flag
-from polyattn._layout.lowering import Host, Known, Lowered, check_segment_prefixes, lower, read
+from polyattn._layout.lowering import Host, Known, Lowered, check_segment_prefixes, lower, read_host
 from polyattn._layout.structured import MaskMod, StructuredMask, pick
-from polyattn._layout.visibility import Visibility, dense_rows, fit, held, moved, to_mod
+from polyattn._layout.visibility import Visibility, dense_rows, fit, held, moved, pinned, to_mod
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ class LayoutBase:
     def __post_init__(self, validate: bool, _known: Known | None) -> None:
         check_flag("validate", validate)
         batch, heads = fit(self.q_len, self.kv_len, self.batch, self.heads, self.visibility, self.active_queries)
-        known = _known or Known(read(self.visibility, self.active_queries, sync=validate))
+        known = _known or Known(read_host(self.visibility, self.active_queries, sync=validate))
         if known.host is not None:
             check_segment_prefixes(known.host.mask)
         object.__setattr__(self, "batch", batch)
@@ -110,7 +110,8 @@ class LayoutBase:
 
     def to_mask_mod(self) -> MaskMod:
         """The mask as a function for FlexAttention, active queries included; reads nothing on the host."""
-        mod, active = to_mod(self.visibility, self.q_len, self.kv_len), self.active_queries
+        mod = to_mod(pinned(self.visibility, self.batch, self.heads), self.q_len, self.kv_len)
+        active = self.active_queries
         if active is None:
             return mod
 

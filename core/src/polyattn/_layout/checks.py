@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
-from typing import SupportsIndex
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,8 +86,22 @@ def on_host(value: Tensor, *, sync: bool) -> Tensor | None:
     return value.cpu() if sync else None
 
 
-def checked_values(name: str, value: Tensor, *, validate: bool) -> Tensor | None:
-    """:func:`on_host` for a tensor whose values need a check: with ``validate`` they must be readable.
+class Copied(NamedTuple):
+    """A tensor and its values on the host: itself on the CPU, ``None`` where they were not read."""
+
+    tensor: Tensor
+    values: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Copied:
+        """``function`` of both, called once where they are one."""
+        result = function(self.tensor)
+        if self.values is None or self.values is self.tensor:
+            return Copied(result, None if self.values is None else result)
+        return Copied(result, function(self.values))
+
+
+def read(name: str, value: Tensor, *, validate: bool) -> Copied:
+    """A tensor whose values need a check, with its values on the host, which must be readable with ``validate``.
 
     Raises:
         LayoutError: ``validate`` is True and the tensor has no values to read.
@@ -99,13 +112,13 @@ def checked_values(name: str, value: Tensor, *, validate: bool) -> Tensor | None
             f"{name} cannot be checked because its values cannot be read here (tracing, meta or a tensor subclass); "
             "check it outside, and pass validate=False"
         )
-    return values
+    return Copied(value, values)
 
 
 def ints(name: str, values: object) -> list[int]:
     """A sequence of ints as a list; anything that counts as an int but a bool is one."""
     items = list(values) if isinstance(values, Iterable) else [None]
-    numbers = [operator.index(x) for x in items if isinstance(x, SupportsIndex) and not isinstance(x, bool)]
+    numbers = [x.__index__() for x in items if hasattr(x, "__index__") and not isinstance(x, bool)]
     if len(numbers) != len(items):
         raise LayoutError(f"{name} must be ints or an integer tensor, got {values!r}")
     return numbers
@@ -125,13 +138,13 @@ def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool
     """
     if isinstance(index, slice):
         chosen = range(*index.indices(size))
-        if not chosen or chosen.step > 0:
-            part = slice(chosen.start, max(chosen.start, chosen.stop), max(chosen.step, 1))
+        if chosen.step > 0:
+            part = slice(chosen.start, max(chosen.start, chosen.stop), chosen.step)
             return part, part, len(chosen)
         index = list(chosen)
     if isinstance(index, Tensor):
         check_ints("index", index, "[N]", (1,))
-        values = checked_values("index", index, validate=validate)
+        values = read("index", index, validate=validate).values
     else:
         index = values = torch.tensor(ints("index", index), dtype=torch.int64, device="cpu")
     if values is not None and values.numel() and not 0 <= int(values.min()) <= int(values.max()) < size:

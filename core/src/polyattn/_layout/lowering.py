@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.blocks import Block, find_blocks, to_table
-from polyattn._layout.checks import on_host
+from polyattn._layout.checks import Copied, on_host
 from polyattn._layout.structured import StructuredMask
 from polyattn._layout.visibility import Visibility
 
@@ -40,15 +41,28 @@ class Known(NamedTuple):
     positions: tuple[Tensor, Tensor] | None = None
 
 
-def read(visibility: Visibility, active: Tensor | None, *, sync: bool) -> Host | None:
-    """The structure on the host, or ``None`` where there is none or a tensor cannot be read (without ``sync``)."""
+def read_host(
+    visibility: Visibility, active: Tensor | None, copies: Sequence[Copied] = (), *, sync: bool
+) -> Host | None:
+    """The structure on the host, or ``None`` where there is none or a tensor of it is not read.
+
+    Args:
+        visibility: the description.
+        active: the active queries.
+        copies: tensors of the description that have been read already.
+        sync: whether to copy what lies on a device, each tensor once.
+    """
     if not isinstance(visibility, StructuredMask):
         return None
-    values = {name: on_host(value, sync=sync) for name, value in visibility.tensors().items()}
-    active_values = None if active is None else on_host(active, sync=sync)
-    if any(value is None for value in values.values()) or (active is not None and active_values is None):
+    known = {id(copy.tensor): copy.values for copy in copies}
+    tensors = visibility.tensors() | ({} if active is None else {"active": active})
+    for value in tensors.values():
+        if id(value) not in known:
+            known[id(value)] = on_host(value, sync=sync)
+    values = {name: known[id(value)] for name, value in tensors.items()}
+    if any(value is None for value in values.values()):
         return None
-    return Host(visibility.replace(**values), active_values)
+    return Host(active=values.pop("active", None), mask=visibility.replace(**values))
 
 
 def check_segment_prefixes(mask: StructuredMask) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from polyattn._errors import LayoutError
 from polyattn._layout import segments
 from polyattn._layout.base import LayoutBase
-from polyattn._layout.checks import Index, as_index, check_bool, check_int, check_mod, check_window
-from polyattn._layout.lowering import Host, Known, Lowered
+from polyattn._layout.checks import Copied, Index, as_index, check_bool, check_int, check_mod, check_window
+from polyattn._layout.lowering import Host, Known, Lowered, read_host
 from polyattn._layout.structured import (
     MaskMod,
     StructuredMask,
@@ -25,7 +25,7 @@ from polyattn._layout.structured import (
     select,
     take,
 )
-from polyattn._layout.visibility import BothMod, selected
+from polyattn._layout.visibility import BothMod, pinned, selected
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -112,14 +112,16 @@ class MaskLayout(LayoutBase):
         if (kv_valid is None) == (lengths is None):
             given = "neither" if kv_valid is None else "both"
             raise LayoutError(f"padded() must get kv_valid or lengths, got {given}")
+        copies: list[Copied] = []
         if lengths is not None:
-            kv_valid = segments.valid_keys(lengths, kv_len, side, validate=validate)
+            copies = [segments.valid_keys(lengths, kv_len, side, validate=validate)]
+            kv_valid = copies[0].tensor
         mask = StructuredMask(causal=causal, window=window, kv_valid=kv_valid)
         assert mask.kv_valid is not None
         found = mask.kv_valid.shape[1]
         if kv_len is not None and kv_len != found:
             raise LayoutError(f"kv_valid must be [B, kv_len], got {found} keys and kv_len={kv_len}")
-        return cls(_or(q_len, found), found, visibility=mask, active_queries=active_queries, validate=validate)
+        return cls._structured(_or(q_len, found), found, mask, active_queries, copies, validate)
 
     @classmethod
     def packed(
@@ -152,7 +154,7 @@ class MaskLayout(LayoutBase):
             active_queries: ``Bool[B|1, K]``.
             validate: see :class:`MaskLayout`.
         """
-        ways: dict[str, tuple[segments.Ints | None, Callable[..., Tensor]]] = {
+        ways: dict[str, tuple[segments.Ints | None, Callable[..., Copied]]] = {
             "lengths": (lengths, segments.from_lengths),
             "cu_seqlens": (cu_seqlens, segments.from_cu_seqlens),
             "document_ids": (document_ids, segments.from_document_ids),
@@ -166,10 +168,10 @@ class MaskLayout(LayoutBase):
         if kv_len is not None:
             check_int("kv_len", kv_len)
         value, read = ways[given[0]]
-        ids = read(value, kv_len, validate=validate)
+        copied = read(value, kv_len, validate=validate)
+        ids = copied.tensor
         mask = StructuredMask(causal=causal, window=window, q_segments=ids, kv_segments=ids)
-        length = ids.shape[1]
-        return cls(length, length, visibility=mask, active_queries=active_queries, validate=validate)
+        return cls._structured(ids.shape[1], ids.shape[1], mask, active_queries, [copied], validate)
 
     @classmethod
     def prefix_lm(
@@ -195,8 +197,8 @@ class MaskLayout(LayoutBase):
         check_int("kv_len", keys)
         rows = [prefix_lengths] if isinstance(prefix_lengths, int) else prefix_lengths
         prefixes = segments.lengths_within("prefix_lengths", rows, keys, validate=validate)
-        mask = StructuredMask(causal=True, prefix_lengths=prefixes)
-        return cls(q_len, keys, visibility=mask, active_queries=active_queries, validate=validate)
+        mask = StructuredMask(causal=True, prefix_lengths=prefixes.tensor)
+        return cls._structured(q_len, keys, mask, active_queries, [prefixes], validate)
 
     @classmethod
     def chunked(
@@ -245,6 +247,20 @@ class MaskLayout(LayoutBase):
         check_mod(mask_mod)
         return cls(q_len, kv_len, batch, heads, visibility=mask_mod, active_queries=active_queries)
 
+    @classmethod
+    def _structured(
+        cls,
+        q_len: int,
+        kv_len: int,
+        mask: StructuredMask,
+        active: Tensor | None,
+        copies: Sequence[Copied],
+        validate: bool,
+    ) -> MaskLayout:
+        """A layout of which the ``copies`` have been read, so that a device is read once."""
+        host = read_host(mask, active, copies, sync=validate)
+        return cls(q_len, kv_len, visibility=mask, active_queries=active, validate=validate, _known=Known(host))
+
     def expand(self, batch: int) -> MaskLayout:
         """The layout for ``batch`` batch rows: this one if it has as many, or what a layout of batch 1 broadcasts to.
 
@@ -255,7 +271,8 @@ class MaskLayout(LayoutBase):
             return self
         if self.batch != 1:
             raise LayoutError(f"batch must be that of the layout, unless that is 1, got {batch} and {self.batch}")
-        return self._with(batch=batch, _known=Known(self._host, None, self._positions))
+        visibility = pinned(self.visibility, 1, self.heads)
+        return self._with(batch=batch, visibility=visibility, _known=Known(self._host, None, self._positions))
 
     def with_window(self, window: int | None) -> MaskLayout:
         """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged."""
@@ -298,7 +315,8 @@ class MaskLayout(LayoutBase):
         known = Known(positions=self._places() or other._places())
         if isinstance(a, Tensor) or isinstance(b, Tensor):
             return make(visibility=self.to_dense(device) & other.to_dense(device), _known=known)
-        return make(visibility=BothMod(a, b, self.q_len, self.kv_len), _known=known)
+        both = BothMod(pinned(a, self.batch, self.heads), pinned(b, other.batch, other.heads), self.q_len, self.kv_len)
+        return make(visibility=both, _known=known)
 
     def select_queries(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
         """The layout of some of the queries, which keep their positions and documents.

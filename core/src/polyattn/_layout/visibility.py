@@ -28,13 +28,14 @@ class SelectedMod:
     """A ``mask_mod`` seen through indices: element i of a selected axis is element ``index[i]`` of the whole."""
 
     whole: MaskMod
+    batch: Index | None = None
     heads: Index | None = None
     queries: Index | None = None
     keys: Index | None = None
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """Whether the selected query sees the selected key."""
-        return self.whole(b, _at(self.heads, h), _at(self.queries, q_idx), _at(self.keys, kv_idx))
+        return self.whole(_at(self.batch, b), _at(self.heads, h), _at(self.queries, q_idx), _at(self.keys, kv_idx))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,7 +85,7 @@ def moved(visibility: Visibility, device: torch.device) -> Visibility:
             visibility, left=moved(visibility.left, device), right=moved(visibility.right, device)
         )
     if isinstance(visibility, SelectedMod):
-        axes = {name: getattr(visibility, name) for name in ("heads", "queries", "keys")}
+        axes = {name: getattr(visibility, name) for name in ("batch", "heads", "queries", "keys")}
         index = {name: value.to(device) for name, value in axes.items() if isinstance(value, Tensor)}
         return dataclasses.replace(visibility, whole=cast("MaskMod", moved(visibility.whole, device)), **index)
     return visibility
@@ -95,6 +96,15 @@ def selected(visibility: Tensor | MaskMod, axis: str, index: Index) -> Tensor | 
     if isinstance(visibility, Tensor):
         return take(visibility, {"heads": 1, "queries": 2, "keys": 3}[axis], index)
     return SelectedMod(visibility, **{axis: index})
+
+
+def pinned(visibility: Visibility, batch: int, heads: int) -> Visibility:
+    """A ``mask_mod`` of one batch row or head as one that serves all: called with index 0, whatever the index."""
+    if isinstance(visibility, (Tensor, StructuredMask)):
+        return visibility
+    first = slice(0, 1, 0)  # of step 0, so that every index selects element 0
+    axes = {name: first for name, size in (("batch", batch), ("heads", heads)) if size == 1}
+    return SelectedMod(visibility, **axes) if axes else visibility
 
 
 def to_mod(visibility: Visibility, q_len: int, kv_len: int) -> MaskMod:
