@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from polyattn._lse import apply_sinks, merge
     from polyattn._modules import AttentionSpec, GroupedQueryAttention
     from polyattn._registry import Registry, backends, rope_variants
-    from polyattn._request import AttentionRequest, Reason
+    from polyattn._request import FEATURES, AttentionRequest, Reason
     from polyattn._rope import RopeSpec, RopeVariant, RotaryEmbedding, RotaryTables, apply_rotary
     from polyattn._scope import AttentionScope
     from polyattn._select import Decision, explain
@@ -57,7 +57,7 @@ _MODULES = {
     "_lse": ("apply_sinks", "merge"),
     "_modules": ("AttentionSpec", "GroupedQueryAttention"),
     "_registry": ("Registry", "backends", "rope_variants"),
-    "_request": ("AttentionRequest", "Reason"),
+    "_request": ("FEATURES", "AttentionRequest", "Reason"),
     "_rope": ("RopeSpec", "RopeVariant", "RotaryEmbedding", "RotaryTables", "apply_rotary"),
     "_scope": ("AttentionScope",),
     "_select": ("Decision", "explain"),
@@ -65,6 +65,7 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "FEATURES",
     "AttentionBackend",
     "AttentionConfig",
     "AttentionInputError",

@@ -14,7 +14,12 @@ from torch import Tensor
 from typing_extensions import Self
 
 from polyattn import _boundary, _derivatives, _hooks
-from polyattn._errors import AttentionInputError, UnsupportedAttentionError
+from polyattn._errors import (
+    AttentionInputError,
+    DuplicatePluginError,
+    UnknownBackendError,
+    UnsupportedAttentionError,
+)
 from polyattn._features import missing_abilities
 from polyattn._layout import MaskLayout
 from polyattn._options import configured_options
@@ -28,7 +33,8 @@ class AttentionResult:
     """What attention returns.
 
     Attributes:
-        output: ``[B, Hq, Q, Dv]`` in the dtype of q, k and v after the autocast rule; exactly 0 for rows that see nothing.
+        output: ``[B, Hq, Q, Dv]`` in the dtype of q, k and v after the autocast rule; exactly 0 for rows that see
+            nothing.
         lse: FP32 (FP64 for FP64 inputs) ``[B, Hq, Q]``, natural log of the sum of exponentials of the final scores,
             sinks excluded; ``-inf`` for rows that see nothing; ``None`` unless the request has ``needs_lse``.
     """
@@ -39,13 +45,13 @@ class AttentionResult:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """What an entry point of the group ``polyattn.backends`` must provide (inheriting :class:`BackendBase` is optional)."""
+    """What an entry point of ``polyattn.backends`` must provide; inheriting :class:`BackendBase` is optional."""
 
     name: str
     api_version: int
 
     def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
-        """Every reason why this backend cannot do ``request`` under ``layout``; empty when it can. Reads no tensor data."""
+        """Every reason why this backend cannot do the request under the layout; empty when it can. Reads no data."""
         ...
 
     def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
@@ -118,25 +124,29 @@ class PreparedAttention:
         request = self.request
         q_shape, k_shape, v_shape = self._shapes
         device = request.device
-        if (
-            q.shape != q_shape
-            or k.shape != k_shape
-            or v.shape != v_shape
-            or q.device != device
-            or k.device != device
-            or v.device != device
-        ):
-            _boundary.raise_shape_mismatch(q, k, v, self.layout, request)
+        try:
+            fits = (
+                q.shape == q_shape
+                and k.shape == k_shape
+                and v.shape == v_shape
+                and q.device == device
+                and k.device == device
+                and v.device == device
+            )
+        except AttributeError:  # not a tensor, which the next line says
+            fits = False
+        if not fits:
+            _boundary.raise_mismatch(q, k, v, self.layout, request)
         if self._has_autocast and torch.is_autocast_enabled(device.type):
             q, k, v = cast_for_autocast(q), cast_for_autocast(k), cast_for_autocast(v)
         dtype = request.dtype
         if q.dtype is not dtype or k.dtype is not dtype or v.dtype is not dtype:
             _boundary.raise_dtype_mismatch(q, k, v, request)
-        if not request.needs_grad and torch.is_grad_enabled():
-            _boundary.check_gradients(request, q, k, v, bias, sinks)
         if not (self._plain and bias is None and sinks is None):
             _boundary.check_bias(bias, self.layout, request)
             _boundary.check_sinks(sinks, request)
+        if not request.needs_grad and torch.is_grad_enabled():
+            _boundary.check_gradients(q, k, v, bias, sinks)
         if not request.deterministic and torch.are_deterministic_algorithms_enabled():
             raise AttentionInputError(
                 "torch.use_deterministic_algorithms(True) was set after prepare; make the request with "
@@ -263,7 +273,10 @@ def _restore(name: str, kind: type[BackendBase], options: Any) -> BackendBase:
     # By name where the registry has the same class, so that a worker shares its own instance; else by class.
     from polyattn._registry import backends
 
-    registered = backends.get(name) if name in backends.names() else None
+    try:
+        registered = backends.get(name)
+    except (UnknownBackendError, DuplicatePluginError):
+        registered = None
     if type(registered) is not kind:
         return kind(options) if options is not None else kind()
     assert isinstance(registered, BackendBase)

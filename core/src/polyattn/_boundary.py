@@ -57,8 +57,8 @@ def expected_shapes(
     )
 
 
-def raise_shape_mismatch(q: Tensor, k: Tensor, v: Tensor, layout: MaskLayout, request: AttentionRequest) -> None:
-    """Raise the error that says how q, k and v differ from what was prepared."""
+def raise_mismatch(q: Tensor, k: Tensor, v: Tensor, layout: MaskLayout, request: AttentionRequest) -> None:
+    """Raise the error that says how q, k and v differ in type, shape or device from what was prepared."""
     check_qkv(q, k, v)
     problems = []
     if q.shape[0] != request.batch:
@@ -84,7 +84,7 @@ def raise_dtype_mismatch(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequ
     )
 
 
-def check_gradients(request: AttentionRequest, *tensors: Tensor | None) -> None:
+def check_gradients(*tensors: Tensor | None) -> None:
     """Refuse tensors that want gradients which were not prepared for; grad mode is on when this is called."""
     if any(x is not None and x.requires_grad for x in tensors):
         raise AttentionInputError(
@@ -108,9 +108,7 @@ def check_bias(bias: Tensor | None, layout: MaskLayout, request: AttentionReques
     full = (request.batch, request.heads, layout.q_len, layout.kv_len)
     tail = full[4 - bias.dim() :] if bias.dim() <= 4 else ()
     if bias.dim() > 4 or any(have not in (1, want) for have, want in zip(bias.shape, tail, strict=True)):
-        raise AttentionInputError(
-            f"bias must broadcast to [B, Hq, Q, K] = {full}, got shape {tuple(bias.shape)}; each size must be 1 or equal"
-        )
+        raise AttentionInputError(f"bias must broadcast to [B, Hq, Q, K] = {full}, got shape {tuple(bias.shape)}")
     if bias.device != request.device:
         raise AttentionInputError(f"bias must be on {request.device} like q, k and v, got {bias.device}")
     if bias.requires_grad and not request.needs_bias_grad and torch.is_grad_enabled():

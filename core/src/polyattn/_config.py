@@ -1,4 +1,4 @@
-"""Attention as a training config names it: backend, options, rotary spec and window, with overrides for groups of layers.
+"""Attention as a training config names it: backend, options, rotary spec and window, with overrides for layer groups.
 
 ::
 
@@ -75,7 +75,8 @@ class AttentionConfig:
         rope: a :class:`RopeSpec`, its canonical dictionary, a transformers rope dictionary with ``head_dim`` beside it,
             or ``None``.
         window: keys that a query sees, itself included, or ``None``.
-        groups: overrides for groups of layers; later groups win. Each is a mapping with ``layers`` and the fields to override.
+        groups: overrides for groups of layers; later groups win. Each is a mapping with ``layers`` and the fields to
+            override.
 
     Raises:
         ConfigError, UnknownBackendError, BackendLoadError, RopeConfigError, ...: the fault, when there is one.
@@ -92,10 +93,14 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         faults = _Faults()
-        groups = faults.catch("groups", lambda: tuple(_group(g, i) for i, g in enumerate(self._checked_groups())), ())
+        no_groups: tuple[LayerGroup, ...] = ()
+        groups = faults.catch("groups", self._checked_groups, no_groups)
         own = {field: getattr(self, field) for field in _LAYER_FIELDS}
-        default = faults.layer("", own)
-        resolved = [faults.layer(f"groups[{i}].", _merged(own, group.overrides)) for i, group in enumerate(groups)]
+        default = LayerAttention(**faults.resolved("", own))
+        resolved = [
+            dataclasses.replace(default, **faults.resolved(f"groups[{i}].", self._overrides(group)))
+            for i, group in enumerate(groups)
+        ]
         faults.raise_all()
         for name, value in (("rope", default.rope), ("groups", groups)):
             object.__setattr__(self, name, value)
@@ -143,10 +148,19 @@ class AttentionConfig:
             raise ConfigError(f"{str(path)!r} must be a YAML file, got: {error}") from error
         return cls.from_dict({} if data is None else data)
 
-    def _checked_groups(self) -> Sequence[LayerGroup | Mapping[str, Any]]:
+    def _overrides(self, group: LayerGroup) -> dict[str, Any]:
+        """The overrides of a group; options belong to the backend that they stand beside."""
+        fields = dict(group.overrides)
+        if "attn_backend" in fields:
+            fields.setdefault("backend_options", {})
+        elif "backend_options" in fields:
+            fields["attn_backend"] = self.attn_backend
+        return fields
+
+    def _checked_groups(self) -> tuple[LayerGroup, ...]:
         if isinstance(self.groups, (str, Mapping)) or not isinstance(self.groups, Sequence):
             raise ConfigError(f"groups must be a list of mappings, got {type(self.groups).__name__}")
-        return self.groups
+        return tuple(_group(group, index) for index, group in enumerate(self.groups))
 
 
 _LAYER_FIELDS = ("attn_backend", "backend_options", "rope", "window")
@@ -166,15 +180,17 @@ class _Faults:
             self.found.append(error)
             return otherwise
 
-    def layer(self, where: str, fields: Mapping[str, Any]) -> LayerAttention:
-        missing: Any = None
-        return LayerAttention(
-            backend=self.catch(
-                f"{where}attn_backend", lambda: _backend(fields["attn_backend"], fields["backend_options"]), missing
-            ),
-            rope=self.catch(f"{where}rope", lambda: _rope(fields["rope"]), None),
-            window=self.catch(f"{where}window", lambda: _window(fields["window"]), None),
-        )
+    def resolved(self, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a :class:`LayerAttention` that ``fields`` speaks of."""
+        builders: dict[str, Callable[[], Any]] = {}
+        if "attn_backend" in fields:
+            builders["backend"] = lambda: _backend(fields["attn_backend"], fields["backend_options"])
+        if "rope" in fields:
+            builders["rope"] = lambda: _rope(fields["rope"])
+        if "window" in fields:
+            builders["window"] = lambda: _window(fields["window"])
+        names = {"backend": "attn_backend"}
+        return {name: self.catch(f"{where}{names.get(name, name)}", build, None) for name, build in builders.items()}
 
     def raise_all(self) -> None:
         if len(self.found) == 1:
@@ -216,25 +232,21 @@ def _group(value: LayerGroup | Mapping[str, Any], index: int) -> LayerGroup:
     unknown = [key for key in value if key != "layers" and key not in _LAYER_FIELDS]
     if unknown:
         raise ConfigError(
-            f"unknown key {', '.join(map(repr, unknown))} in groups[{index}]; the keys are layers, {', '.join(_LAYER_FIELDS)}"
+            f"unknown key {', '.join(map(repr, unknown))} in groups[{index}]; "
+            f"the keys are layers, {', '.join(_LAYER_FIELDS)}"
         )
     layers = value["layers"]
     if isinstance(layers, str):
         _slice(layers)
-    elif isinstance(layers, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers):
+    elif isinstance(layers, Sequence) and all(
+        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers
+    ):
         layers = tuple(layers)
     else:
         raise ConfigError(
             f"groups[{index}].layers must be a list of indices >= 0 or a slice such as '5::6', got {layers!r}"
         )
     return LayerGroup(layers, {key: value[key] for key in value if key != "layers"})
-
-
-def _merged(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**own, **overrides}
-    if "attn_backend" in overrides and "backend_options" not in overrides:
-        merged["backend_options"] = {}  # options belong to the backend that they were written for
-    return merged
 
 
 def _slice(text: str) -> tuple[int, int | None, int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from polyattn._backend import AttentionBackend, AttentionResult, prepare
 from polyattn._errors import AttentionInputError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
-from polyattn._request import AttentionRequest
+from polyattn._request import AttentionRequest, Reason
 from polyattn._select import resolve_backend
 
 
@@ -44,7 +43,8 @@ def attention(
         return_lse: also return the log-sum-exp; its gradient flows when q, k or the bias requires grad.
 
     Returns:
-        ``AttentionResult(output, lse)``; output ``[B, Hq, Q, Dv]``, exactly 0 for rows that see nothing; lse ``[B, Hq, Q]`` or ``None``.
+        ``AttentionResult(output, lse)``: output ``[B, Hq, Q, Dv]``, exactly 0 for rows that see nothing; lse
+        ``[B, Hq, Q]`` or ``None``.
 
     Raises:
         AttentionInputError: tensors or scalars break the conventions.
@@ -52,11 +52,6 @@ def attention(
         UnsupportedAttentionError: the named backend (or, under ``auto``, every backend) refuses; carries all reasons.
     """
     chosen = resolve_backend(backend)
-    lse_grad = (
-        return_lse
-        and torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad or (bias is not None and bias.requires_grad))
-    )
     try:
         request = AttentionRequest.of(
             q,
@@ -69,7 +64,7 @@ def attention(
             training=training,
             softcap=softcap,
             needs_lse=return_lse,
-            needs_lse_grad=lse_grad,
+            needs_lse_grad=None,
         )
     except AttentionInputError as error:
         # A backend that cannot run on the device at all says so before anything is said about dtypes.
@@ -80,6 +75,6 @@ def attention(
     return prepare(chosen, layout, request)(q, k, v, bias=bias, sinks=sinks)
 
 
-def _device_reasons(backend: AttentionBackend, q: object) -> tuple[object, ...]:
+def _device_reasons(backend: AttentionBackend, q: object) -> tuple[Reason, ...]:
     ask = getattr(backend, "device_reasons", None)
     return () if ask is None or not isinstance(q, Tensor) else tuple(ask(q.device))

@@ -1,7 +1,7 @@
 """What the log-sum-exp is for: combining partial attention, and attention sinks.
 
-With parts ``(o_i, l_i)`` the whole is ``l = log(sum_i exp(l_i))`` and ``o = sum_i exp(l_i - l) o_i``: the identity behind
-blockwise and ring attention. Sinks are applied after a merge, since no part's LSE includes them.
+With parts ``(o_i, l_i)`` the whole is ``l = log(sum_i exp(l_i))`` and ``o = sum_i exp(l_i - l) o_i``: the identity
+behind blockwise and ring attention. Sinks are applied after a merge, since no part's LSE includes them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def merge(results: Sequence[AttentionResult]) -> AttentionResult:
     """The attention over the union of disjoint key sets, from the attention over each.
 
     Args:
-        results: parts with ``output`` ``[B, Hq, Q, Dv]`` and ``lse`` ``[B, Hq, Q]``, all of the same queries. A part whose
-            row saw no key (output 0, LSE ``-inf``) is inert there; a row dead in every part stays dead.
+        results: parts with ``output`` ``[B, Hq, Q, Dv]`` and ``lse`` ``[B, Hq, Q]``, all of the same queries. A part
+            whose row saw no key (output 0, LSE ``-inf``) is inert there; a row dead in every part stays dead.
 
     Returns:
         The merged result in the output dtype of the parts; differentiable in every output and LSE. Weights are

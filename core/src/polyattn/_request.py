@@ -142,7 +142,9 @@ class AttentionRequest:
         if self.softcap is not None and not (
             _is_number(self.softcap) and math.isfinite(self.softcap) and self.softcap > 0
         ):
-            problems.append(f"softcap must be a positive finite number or None, got {self.softcap!r}; None turns it off")
+            problems.append(
+                f"softcap must be a positive finite number or None, got {self.softcap!r}; None turns it off"
+            )
         if self.needs_lse_grad and not self.needs_lse:
             problems.append("needs_lse_grad must come with needs_lse=True, got needs_lse=False")
         if self.needs_bias_grad and not self.has_bias:
@@ -178,7 +180,7 @@ class AttentionRequest:
         needs_grad: bool | None = None,
         needs_bias_grad: bool | None = None,
         needs_lse: bool = False,
-        needs_lse_grad: bool = False,
+        needs_lse_grad: bool | None = False,
         deterministic: bool | None = None,
     ) -> AttentionRequest:
         """Read the request off the tensors of a call.
@@ -201,10 +203,12 @@ class AttentionRequest:
         from polyattn._tensors import check_qkv, compute_dtype
 
         check_qkv(q, k, v)
-        grad_mode = torch.is_grad_enabled()
-        bias_grad = grad_mode and bias is not None and bias.requires_grad
-        sinks_grad = grad_mode and sinks is not None and sinks.requires_grad
-        inputs_grad = grad_mode and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+        def wants_grad(*tensors: torch.Tensor | None) -> bool:
+            return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
+
+        bias_grad = wants_grad(bias)
+        scores_grad = needs_lse and (bias_grad or wants_grad(q, k))
         return cls(
             batch=q.shape[0],
             heads=q.shape[1],
@@ -219,10 +223,10 @@ class AttentionRequest:
             softcap=softcap,
             has_bias=(bias is not None) if has_bias is None else has_bias,
             has_sinks=(sinks is not None) if has_sinks is None else has_sinks,
-            needs_grad=(inputs_grad or bias_grad or sinks_grad) if needs_grad is None else needs_grad,
+            needs_grad=wants_grad(q, k, v, bias, sinks) if needs_grad is None else needs_grad,
             needs_bias_grad=bias_grad if needs_bias_grad is None else needs_bias_grad,
             needs_lse=needs_lse,
-            needs_lse_grad=needs_lse_grad,
+            needs_lse_grad=scores_grad if needs_lse_grad is None else needs_lse_grad,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         )
 

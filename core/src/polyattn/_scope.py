@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from polyattn._backend import AttentionBackend, PreparedAttention, prepare
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class AttentionScope:
     """Shares prepared attention and rotary tables among the layers of one forward.
 
-    Make one at the top of a model's forward, fill it there (``GroupedQueryAttention.prefill``) and hand it to the layers;
-    let it go with the forward. Filling it inside a checkpointed region cannot be traced.
+    Make one at the top of a model's forward, fill it there (``GroupedQueryAttention.prefill``) and hand it to the
+    layers; let it go with the forward. Filling it inside a checkpointed region cannot be traced.
 
     Args:
         layout: the mask of the forward; layers may narrow it with ``window=`` or bring another with ``layout=``.
@@ -83,12 +84,13 @@ class AttentionScope:
         Args:
             embedding: embeddings of exactly the built-in class and of equal spec share tables; any other object
                 shares only with itself.
-            positions: Int ``[B|1, S]`` or ``[A, B|1, S]``; found again by identity, so pass the same tensor to all layers.
+            positions: Int ``[B|1, S]`` or ``[A, B|1, S]``; found again by identity, so pass the same tensor to all
+                layers and do not change it in between.
             length: sequence length, for specs whose frequencies depend on it.
         """
         rule = (embedding.sharing_key(), length)
         for known_rule, known_positions, known in self._tables:
-            if known_positions is positions and known_rule == rule:
+            if known_rule == rule and _same_positions(known_positions, positions):
                 return known
         tables: RotaryTables = embedding(positions, length=length) if length is not None else embedding(positions)
         self._tables.append((rule, positions, tables))
@@ -102,3 +104,14 @@ class AttentionScope:
                 return slot
         self._layouts.append(layout)
         return len(self._layouts) - 1
+
+
+def _same_positions(known: Tensor, given: Tensor) -> bool:
+    """Whether ``given`` is the very tensor, or the detached alias that reentrant checkpointing makes of it."""
+    if known is given:
+        return True
+    if torch.compiler.is_compiling() or known.shape != given.shape or known.dtype is not given.dtype:
+        return False
+    at_known, at_given = (known.storage_offset(), known.stride()), (given.storage_offset(), given.stride())
+    aliases: bool = torch._C._is_alias_of(known, given)  # type: ignore[attr-defined]  # noqa: SLF001
+    return at_known == at_given and aliases

@@ -1,6 +1,7 @@
 """Grouped-query attention: projections around prepared attention.
 
-Shape letters: B batch, S query length, C context length, K = C + S keys, H query heads, G KV heads, D head width, V value width.
+Shape letters: B batch, S query length, C context length, K = C + S keys, H query heads, G KV heads, D head width, V
+value width.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class GroupedQueryAttention(nn.Module):
         if head_dim is None:
             if hidden_size % num_heads:
                 raise ConfigError(
-                    f"hidden_size must be a multiple of num_heads when head_dim is not given, got hidden_size={hidden_size} "
-                    f"and num_heads={num_heads}; give head_dim"
+                    f"hidden_size must be a multiple of num_heads when head_dim is not given, "
+                    f"got hidden_size={hidden_size} and num_heads={num_heads}; give head_dim"
                 )
             head_dim = hidden_size // num_heads
         self.spec = spec = AttentionSpec(
@@ -139,8 +140,9 @@ class GroupedQueryAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Draw every parameter afresh: torch's own rule for the projections, one for norm weights, zero for sinks."""
         for module in self.children():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -225,21 +227,22 @@ class GroupedQueryAttention(nn.Module):
 
     def _heads(self, x: Tensor, heads: int, norm: RMSNorm | None) -> Tensor:
         """``[B, S, H * D]`` to ``[B, H, S, D]``, normalised when the norm comes before the rotation."""
-        before = norm is not None and self.spec.qk_norm is not None and self.spec.qk_norm.position == "before"
-        if before and norm is not None and norm.width == x.shape[-1]:
-            x, before = norm(x), False
-        x = x.unflatten(-1, (heads, -1))
-        if before and norm is not None:
-            x = norm(x)
+        shape = (*x.shape[:2], heads, x.shape[2] // heads)
+        if norm is None or self.spec.qk_norm is None or self.spec.qk_norm.position == "after":
+            return x.view(shape).transpose(1, 2)
+        x = norm(x).view(shape) if norm.width == x.shape[2] else norm(x.view(shape))
         return x.transpose(1, 2)
 
     def _after(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """``[B, H, S, D]``, normalised when the norm comes after the rotation."""
         if norm is None or self.spec.qk_norm is None or self.spec.qk_norm.position == "before":
             return x
-        if norm.width == x.shape[-1]:
-            return norm(x)
-        return norm(x.transpose(1, 2).flatten(2)).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+        if norm.width == x.shape[3]:
+            normed: Tensor = norm(x)
+            return normed
+        by_position = x.transpose(1, 2)
+        whole: Tensor = norm(by_position.flatten(2))
+        return whole.view(by_position.shape).transpose(1, 2)
 
     def _rotate(self, x: Tensor, scope: AttentionScope, positions: Tensor) -> Tensor:
         if self.rotary is None:

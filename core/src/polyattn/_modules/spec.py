@@ -111,7 +111,8 @@ class AttentionSpec:
             problems.append(f"rope must be a RopeSpec or None, got {type(self.rope).__name__}")
         elif self.rope is not None and self.rope.head_dim != self.head_dim:
             problems.append(
-                f"rope.head_dim must equal head_dim, got rope.head_dim={self.rope.head_dim} and head_dim={self.head_dim}"
+                f"rope.head_dim must equal head_dim, got rope.head_dim={self.rope.head_dim} "
+                f"and head_dim={self.head_dim}"
             )
         if problems:
             raise ConfigError("; ".join(problems))

@@ -6,7 +6,11 @@ import dataclasses
 from typing import Literal
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
 from polyattn import (
+    FEATURES,
     AttentionRequest,
     AttentionResult,
     BackendBase,
@@ -16,9 +20,6 @@ from polyattn import (
     StructuredMask,
     apply_sinks,
 )
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
 from polyattn_sdpa._ops import fused
 from polyattn_sdpa._tiles import additive
 
@@ -30,8 +31,8 @@ class SdpaPlan:
     """The state of a prepared layout.
 
     Attributes:
-        path: ``plain`` is one call of ``scaled_dot_product_attention``; ``tiles`` walks ``blocks``; ``dense`` is one fused
-            call under ``mask``; ``math`` is torch's quadratic path, for a bias that needs gradients and for dropout.
+        path: ``plain`` is one call of ``scaled_dot_product_attention``; ``tiles`` walks ``blocks``; ``dense`` is one
+            fused call under ``mask``; ``math`` is torch's quadratic path, for a bias under gradients and for dropout.
         causal: flag of the plain call.
         per_row: whether blocks name batch rows.
         window: of the blocks.
@@ -55,10 +56,7 @@ class SdpaBackend(BackendBase):
     """torch's fused scaled-dot-product attention, lowered by structure."""
 
     name = "sdpa"
-    abilities = frozenset(
-        "float64 float32 bfloat16 float16 full causal window padded packed prefix_lm chunked positions dense mask_mod "
-        "per_head_mask active_queries gqa unequal_width bias bias_grad sinks lse lse_grad grad dropout deterministic".split()
-    )
+    abilities = frozenset(FEATURES) - {"softcap", "second_order"}
 
     def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
         """The math path returns no LSE, so nothing that needs one goes with it."""
@@ -205,7 +203,7 @@ def _is_one_call(layout: MaskLayout, request: AttentionRequest) -> bool:
 
 
 def _selections(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor | None, Tensor | None]:
-    """Rows that see nothing ``[B|1, H|1, Q, 1]`` and keys that no query sees ``[B|1, Hkv|1, K, 1]``, where there may be any."""
+    """Rows that see nothing ``[B|1, H|1, Q, 1]`` and unseen keys ``[B|1, Hkv|1, K, 1]``, where there may be any."""
     dead = layout.rows_without_keys().to(request.device).unsqueeze(-1) if layout.may_have_dead_rows else None
     if not layout.may_have_unseen_keys:
         return dead, None
@@ -216,7 +214,7 @@ def _selections(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor |
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, request: AttentionRequest) -> Tensor:
-    output, _ = torch.ops.aten._scaled_dot_product_attention_math(
+    output, _ = torch.ops.aten._scaled_dot_product_attention_math(  # noqa: SLF001
         q, k, v, mask, request.dropout, False, scale=request.scale, enable_gqa=request.group > 1
     )
     assert isinstance(output, Tensor)

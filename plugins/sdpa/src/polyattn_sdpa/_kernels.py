@@ -1,8 +1,8 @@
 """The attention of one tile, forward and backward, with its log-sum-exp.
 
-Two kernels of one shape: torch's fused CPU op, and a portable one in plain matrix products for every other device. Both
-take q ``[B, Hq, Q, D]``, k ``[B, Hkv, K, D]``, v ``[B, Hkv, K, Dv]`` of one dtype, none of them empty, every row seeing at
-least one key. Gradients of k and v come back in the accumulation dtype: FP32 for half precision.
+Two kernels of one shape: torch's fused CPU op, and a portable one in plain matrix products for every other device.
+Both take q ``[B, Hq, Q, D]``, k ``[B, Hkv, K, D]``, v ``[B, Hkv, K, Dv]`` of one dtype, none of them empty, every row
+seeing at least one key. Gradients of k and v come back in the accumulation dtype: FP32 for half precision.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001
 
 Grads = tuple[Tensor, Tensor, Tensor]
 

@@ -57,7 +57,7 @@ def fused(
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -80,7 +80,7 @@ class _Fused(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_lse is not None and not ctx.lse_grad and not torch.compiler.is_compiling():
             # A compiler asks for the gradient of every output it returns; there the right one is computed.
             raise RuntimeError(_LSE_GRADIENT)

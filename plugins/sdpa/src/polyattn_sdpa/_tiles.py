@@ -1,9 +1,10 @@
 """From blocks to tiles: the rectangles of queries and keys that one fused call each computes.
 
-A block is a row of ``MaskLayout.to_blocks()``: inside it query i sees key j iff ``d = i - j + shift`` (both counted from
-the block's start) satisfies ``d >= 0`` when causal and ``|d| < window``. A block whose mask is empty or plainly causal is
-one tile. Any other is walked in bands of query rows; a band attends to the few keys that it can see under a small mask
-that depends on ``d`` alone, so neighbouring bands share it. Work and memory are linear in the length for a fixed window.
+A block is a row of ``MaskLayout.to_blocks()``: inside it query i sees key j iff ``d = i - j + shift`` (both counted
+from the block's start) satisfies ``d >= 0`` when causal and ``|d| < window``. A block whose mask is empty or plainly
+causal is one tile. Any other is walked in bands of query rows; a band attends to the few keys that it can see under a
+small mask that depends on ``d`` alone, so neighbouring bands share it. Work and memory are linear in the length for a
+fixed window.
 """
 
 from __future__ import annotations
@@ -80,9 +81,7 @@ def _tiles_of_block(
         sees_all = (not causal or nearest >= 0) and (
             window is None or (offset + r1 - 1 - r0 < window and -nearest < window)
         )
-        yield Tile(
-            batch, q0 + r0, q0 + r1, k0 + lo, k0 + hi, offset=None if sees_all else offset, block_causal=causal
-        )
+        yield Tile(batch, q0 + r0, q0 + r1, k0 + lo, k0 + hi, offset=None if sees_all else offset, block_causal=causal)
 
 
 def band_mask(tile: Tile, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,78 @@
+"""One forward builds each distinct mask and table once."""
+
+import torch
+
+import polyattn
+from polyattn import AttentionRequest, AttentionScope, MaskLayout, RopeSpec, RotaryEmbedding
+
+
+def request_of(**fields):
+    q = torch.zeros(1, 2, 4, 8)
+    return AttentionRequest.of(q, q, q, **fields)
+
+
+def spec_of(theta=10000.0):
+    return RopeSpec(
+        variant="default",
+        theta=theta,
+        head_dim=8,
+        rotary_dim=8,
+        interleaved=False,
+        max_position=64,
+        original_max_position=64,
+        parameters={},
+    )
+
+
+def test_equal_layers_share_and_distinct_ones_do_not():
+    scope = AttentionScope(MaskLayout.causal(4))
+    first = scope.prepare("sdpa", request_of())
+    assert scope.prepare(polyattn.backends.get("sdpa"), request_of()) is first
+    assert scope.builds == {"attention": 1, "rotary": 0}
+    assert scope.prepare("sdpa", request_of(), window=2) is not first
+    assert scope.prepare("eager", request_of()) is not first
+    assert scope.prepare("sdpa", request_of(softcap=None, needs_lse=True)) is not first
+    assert scope.builds["attention"] == 4
+
+
+def test_another_layout_is_found_by_identity():
+    scope = AttentionScope(MaskLayout.causal(4))
+    other = MaskLayout.full(4)
+    first = scope.prepare("sdpa", request_of(), layout=other)
+    assert scope.prepare("sdpa", request_of(), layout=other) is first
+    assert scope.prepare("sdpa", request_of(), layout=MaskLayout.full(4)) is not first
+    assert scope.prepare("sdpa", request_of(), layout=scope.layout).layout is scope.layout
+
+
+def test_a_window_narrows_the_layouts_own():
+    scope = AttentionScope(MaskLayout.causal(4, window=2))
+    assert scope.prepare("sdpa", request_of(), window=3).layout.visibility.window == 2
+    assert scope.prepare("sdpa", request_of(), window=1).layout.visibility.window == 1
+
+
+def test_state_prepared_for_gradients_serves_the_pass_without():
+    scope = AttentionScope(MaskLayout.causal(4))
+    trained = scope.prepare("sdpa", request_of(needs_grad=True))
+    assert scope.prepare("sdpa", request_of(needs_grad=False)) is trained
+
+
+def test_tables_are_shared_by_spec_and_by_position_tensor():
+    scope = AttentionScope(MaskLayout.causal(4))
+    positions = torch.arange(4)[None]
+    first = scope.rotary(RotaryEmbedding(spec_of()), positions)
+    assert scope.rotary(RotaryEmbedding(spec_of()), positions) is first
+    assert scope.rotary(RotaryEmbedding(spec_of(500.0)), positions) is not first
+    assert scope.rotary(RotaryEmbedding(spec_of()), positions.clone()) is not first
+    assert scope.builds["rotary"] == 3
+
+
+def test_a_subclass_of_the_rotary_module_shares_with_itself_only():
+    class Mine(RotaryEmbedding):
+        pass
+
+    scope = AttentionScope(MaskLayout.causal(4))
+    positions = torch.arange(4)[None]
+    mine = Mine(spec_of())
+    assert scope.rotary(mine, positions) is scope.rotary(mine, positions)
+    assert scope.rotary(Mine(spec_of()), positions) is not scope.rotary(mine, positions)
+    assert scope.builds["rotary"] == 2

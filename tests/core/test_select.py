@@ -1,0 +1,151 @@
+"""Who is chosen, and what is said about the others."""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+
+import polyattn
+from polyattn import (
+    AttentionRequest,
+    AttentionResult,
+    BackendBase,
+    ConfigError,
+    MaskLayout,
+    Reason,
+    UnsupportedAttentionError,
+    explain,
+)
+from polyattn._select import resolve_backend
+
+
+def request_of(**fields):
+    q = torch.zeros(1, 2, 4, 8)
+    return AttentionRequest.of(q, q, q, **fields)
+
+
+class Fancy(BackendBase):
+    """Outputs zeros, and says how much it wants to."""
+
+    name = "fancy"
+    abilities = frozenset({"float32", "causal"})
+
+    def preference(self, layout, request):
+        return 1000
+
+    def plan(self, layout, request):
+        return None
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        return AttentionResult(torch.zeros_like(q))
+
+
+def test_auto_takes_the_highest_preference_among_those_that_can():
+    with polyattn.backends.override("fancy", Fancy()):
+        assert explain(MaskLayout.causal(4), request_of()).chosen == "fancy"
+        decision = explain(MaskLayout.full(4), request_of())
+    assert decision.chosen == "sdpa"
+    assert decision.candidates["sdpa"] == ()
+    assert [reason.feature for reason in decision.candidates["fancy"]] == ["full"]
+    assert decision.because.startswith("highest preference")
+
+
+def test_auto_gives_the_prepared_attention_of_the_chosen_backend():
+    prepared = resolve_backend("auto").prepare(MaskLayout.causal(4), request_of(softcap=2.0))
+    assert prepared.backend.name == "eager"
+
+
+def test_a_refusal_names_every_feature_and_who_can():
+    with pytest.raises(UnsupportedAttentionError) as caught:
+        polyattn.backends.get("sdpa").prepare(
+            MaskLayout.causal(4), request_of(softcap=2.0, dropout_p=0.1, training=True, needs_lse=True)
+        )
+    assert caught.value.backend == "sdpa"
+    assert [reason.feature for reason in caught.value.reasons] == ["softcap", "lse"]
+    assert caught.value.alternatives[0] == "eager"
+    assert "softcap: got softcap 2.0, need a backend with the ability 'softcap'" in str(caught.value)
+    assert "installed backends that can: eager" in str(caught.value)
+
+
+def test_when_none_can_auto_lists_everybodys_reasons():
+    with contextlib.ExitStack() as stack:
+        for name in polyattn.backends.names():
+            stack.enter_context(polyattn.backends.override(name, _refuser(name)))
+        with pytest.raises(UnsupportedAttentionError) as caught:
+            resolve_backend("auto").prepare(MaskLayout.causal(4), request_of())
+    text = str(caught.value)
+    assert "[eager]" in text
+    assert "[sdpa]" in text
+    assert "no installed backend can" in text
+
+
+def _refuser(own_name):
+    class Refuser(Fancy):
+        name = own_name
+        abilities = frozenset()
+
+    return Refuser()
+
+
+def test_a_backend_that_knows_nobody_gets_the_alternatives_from_core():
+    class Loner:
+        name = "loner"
+        api_version = 1
+
+        def unsupported(self, layout, request):
+            return (Reason("never", "full", "anything", "nothing"),)
+
+        def prepare(self, layout, request):
+            raise UnsupportedAttentionError(self.name, self.unsupported(layout, request))
+
+        def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+            raise AssertionError
+
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(UnsupportedAttentionError) as caught:
+        polyattn.attention(q, q, q, MaskLayout.full(4), backend=Loner())
+    assert set(caught.value.alternatives) >= {"eager", "sdpa"}
+
+
+def test_a_plugin_that_does_not_load_is_a_candidate_with_its_cause():
+    polyattn.backends.register("broken_thing", "no_such_module_anywhere:Backend")
+    try:
+        decision = explain(MaskLayout.full(4), request_of())
+    finally:
+        polyattn.backends.unregister("broken_thing")
+    (reason,) = decision.candidates["broken_thing"]
+    assert reason.code == "not_loadable"
+    assert "no_such_module_anywhere" in reason.got
+    assert decision.chosen == "sdpa"
+
+
+def test_the_decision_reads_as_text_and_as_json():
+    decision = explain(MaskLayout.causal(4), request_of(softcap=1.0))
+    assert "chosen: eager" in str(decision)
+    assert "sdpa: cannot" in str(decision)
+    assert decision.to_dict()["candidates"]["sdpa"][0]["feature"] == "softcap"
+
+
+def test_auto_says_once_what_it_chose(caplog):
+    with caplog.at_level(logging.INFO, logger="polyattn"):
+        for _ in range(2):
+            resolve_backend("auto").prepare(MaskLayout.causal(4), request_of(softcap=123.5))
+    lines = [record.message for record in caplog.records if "chosen: eager" in record.message]
+    assert len(lines) == 1
+    assert "softcap 123.5" in lines[0]
+
+
+def test_options_for_auto_are_refused():
+    with pytest.raises(ConfigError, match="backend_options must be empty with attn_backend 'auto'"):
+        resolve_backend("auto", {"x": 1})
+
+
+def test_a_device_is_refused_before_dtypes_are_looked_at():
+    class Elsewhere(Fancy):
+        def device_reasons(self, device):
+            return (Reason("no_device", "device", str(device), "a GPU"),)
+
+    q = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(UnsupportedAttentionError, match="device: got cpu, need a GPU"):
+        polyattn.attention(q, q.bfloat16(), q, MaskLayout.full(4), backend=Elsewhere())
