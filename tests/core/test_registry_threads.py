@@ -253,3 +253,43 @@ if __name__ == "__main__":
     assert (
         run_python([tmp_path / "main.py"], path=[folder, tmp_path]).stdout.strip() == "['acme', 'acme', 'acme', 'acme']"
     )
+
+
+def test_backends_layouts_configs_and_prepared_state_reach_a_spawned_data_loader_worker(tmp_path, run_python):
+    (tmp_path / "data.py").write_text("""
+import torch
+import polyattn
+
+
+class Probe(torch.utils.data.Dataset):
+    def __init__(self, backend):
+        self.q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(0))
+        self.layout = polyattn.MaskLayout.packed([2, 4])
+        self.config = polyattn.AttentionConfig.from_dict({"attn_backend": backend.name})
+        self.backend = backend
+        self.prepared = backend.prepare(self.layout, polyattn.AttentionRequest.of(self.q, self.q, self.q))
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        q = self.q
+        mine = polyattn.attention(q, q, q, self.layout, backend=self.backend).output
+        theirs = polyattn.attention(q, q, q, self.layout, backend=self.config.attn_backend).output
+        assert self.backend is polyattn.backends.get(self.backend.name)
+        assert torch.equal(mine, self.prepared(q, q, q).output) and torch.equal(mine, theirs)
+        return mine
+""")
+    (tmp_path / "main.py").write_text("""
+import torch
+import data
+import polyattn
+
+if __name__ == "__main__":
+    probes = torch.utils.data.ConcatDataset([data.Probe(polyattn.backends.get(name)) for name in ("eager", "sdpa")])
+    loader = torch.utils.data.DataLoader(probes, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    for here, there in zip(probes, loader, strict=True):
+        assert torch.equal(here, there)
+    print("same")
+""")
+    assert run_python([tmp_path / "main.py"], path=[tmp_path], timeout=120).stdout.split() == ["same"]
