@@ -91,20 +91,28 @@ def train_command(
     out.mkdir(parents=True, exist_ok=True)
 
     columns = ("{task.description}", "loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s")
-    backend = settings.attention.attn_backend
+    names = sorted({settings.attention.layer(index).backend.name for index in range(settings.model.layers)})
+    found = [polyattn.backends.info(name) for name in names if name in polyattn.backends.names()]
     progress = Progress(
         TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), *map(TextColumn, columns[1:]), TimeRemainingColumn()
     )
     with interruptible() as stop, progress:
-        task = progress.add_task(backend, total=settings.steps, completed=len(run.losses), loss=float("nan"), speed=0.0)
+        task = progress.add_task(
+            ", ".join(names), total=settings.steps, completed=len(run.losses), loss=float("nan"), speed=0.0
+        )
         speed = train(
             run,
             path,
             stop=stop.is_set,
             on_step=lambda loss, speed: progress.update(task, advance=1, loss=loss, speed=speed),
         )
-    info = polyattn.backends.info(backend)
-    report.Report(backend, info.dist, info.version, run.losses, speed, peak_memory()).write(out)
+    report.Report(
+        backend=", ".join(names),
+        distribution=", ".join(f"{info.dist} {info.version}" for info in found),
+        losses=run.losses,
+        tokens_per_second=speed,
+        peak_memory=peak_memory(),
+    ).write(out)
     if stop.is_set():
         click.echo(f"Interrupted after step {len(run.losses)}; --resume goes on from {path}")
         raise SystemExit(INTERRUPTED)

@@ -10,13 +10,14 @@ import dataclasses
 import difflib
 import math
 import typing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from polyattn import AttentionConfig, ConfigError
+from polyattn import AttentionConfig, ConfigError, PolyattnError
 
 Section = TypeVar("Section")
 
@@ -85,19 +86,19 @@ def load(path: Path, *, attn_backend: str | None = None, steps: int | None = Non
     given = {"attn_backend": attn_backend, "steps": steps}
     content |= {key: value for key, value in given.items() if value is not None}
 
-    attention_keys = {field.name for field in dataclasses.fields(AttentionConfig)}
-    attention = {key: value for key, value in content.items() if key in attention_keys}
-    rest = {key: value for key, value in content.items() if key not in attention_keys}
-    return _section(RunConfig, rest, "", attention=AttentionConfig.from_dict(attention))
+    attention_keys = [field.name for field in dataclasses.fields(AttentionConfig) if field.init]
+    content["attention"] = {key: content.pop(key) for key in attention_keys if key in content}
+    return _section(RunConfig, content, "", also_known=attention_keys)
 
 
-def _section(kind: type[Section], content: Any, where: str, **ready: Any) -> Section:
-    """Build a dataclass from a mapping; ``ready`` fields are not read from it."""
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in ready}  # type: ignore[arg-type]
+def _section(kind: type[Section], content: Any, where: str, also_known: Sequence[str] = ()) -> Section:
+    """Build a dataclass from a mapping."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if not isinstance(content, dict):
         raise ConfigError(f"{where.rstrip('.')} must be a mapping of {', '.join(fields)}, got {content!r}")
-    problems = [f"{where}{key} is unknown{_closest(key, fields)}" for key in content if key not in fields]
-    values = dict(ready)
+    known = [*also_known, *fields]
+    problems = [f"{where}{key} is unknown{_closest(key, known)}" for key in content if key not in fields]
+    values: dict[str, Any] = {}
     hints = typing.get_type_hints(kind)
     for name, field in fields.items():
         if name not in content:
@@ -105,8 +106,11 @@ def _section(kind: type[Section], content: Any, where: str, **ready: Any) -> Sec
                 problems.append(f"{where}{name} is missing")
         elif dataclasses.is_dataclass(hints[name]):
             try:
-                values[name] = _section(typing.cast(type[Any], hints[name]), content[name], f"{where}{name}.")
-            except ConfigError as error:
+                if hints[name] is AttentionConfig:
+                    values[name] = AttentionConfig.from_dict(content[name])
+                else:
+                    values[name] = _section(typing.cast("type[Any]", hints[name]), content[name], f"{where}{name}.")
+            except PolyattnError as error:
                 problems.append(str(error))
         else:
             values[name] = content[name]
@@ -116,7 +120,7 @@ def _section(kind: type[Section], content: Any, where: str, **ready: Any) -> Sec
     return kind(**values)
 
 
-def _closest(key: object, known: typing.Iterable[str]) -> str:
+def _closest(key: object, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(key), known, n=1)
     return f", did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
 

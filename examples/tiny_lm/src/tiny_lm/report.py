@@ -21,9 +21,8 @@ class Report:
     """The result of one run.
 
     Attributes:
-        backend: name of the attention backend.
-        distribution: the package that brought it.
-        version: version of that package.
+        backend: name of the attention backend; several where groups of layers differ.
+        distribution: the package that brought it, and its version.
         losses: mean loss in nats of every step.
         tokens_per_second: speed of this process, saving left out.
         peak_memory: the most memory the process held, in bytes.
@@ -31,7 +30,6 @@ class Report:
 
     backend: str
     distribution: str
-    version: str
     losses: list[float]
     tokens_per_second: float
     peak_memory: int
@@ -58,7 +56,7 @@ def table(reports: Sequence[Report]) -> Table:
     for report in reports:
         result.add_row(
             report.backend,
-            f"{report.distribution} {report.version}",
+            report.distribution,
             f"{report.losses[-1]:.4f}",
             f"{report.tokens_per_second:,.0f}",
             f"{report.peak_memory / 2**20:,.0f} MiB",
@@ -75,7 +73,7 @@ def plot(reports: Sequence[Report], path: Path) -> None:
 
     figure, (curves, difference) = plt.subplots(2, sharex=True, height_ratios=(3, 1), layout="constrained")
     for report, style in zip(reports, ("-", "--"), strict=True):
-        curves.plot(report.losses, style, label=f"{report.backend} ({report.distribution} {report.version})")
+        curves.plot(report.losses, style, label=f"{report.backend} ({report.distribution})")
     curves.set_ylabel("loss (nats per byte)")
     curves.legend()
     first, second = (report.losses for report in reports)

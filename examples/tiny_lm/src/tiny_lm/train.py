@@ -79,7 +79,7 @@ class Run:
         mine, other = self._identity(), state["identity"]
         differing = [key for key in mine if mine[key] != other.get(key)]
         if differing:
-            texts = [f"{key} was {other.get(key)}, is {mine[key]}" for key in differing]
+            texts = [f"{key} was {other.get(key)}, is {mine[key]}" for key in differing[:3]]
             raise CheckpointError(
                 f"checkpoint {source} belongs to another run: {'; '.join(texts)}; "
                 "resume with the config it was made with, or start again with another --out"
@@ -93,8 +93,12 @@ class Run:
         """What may not change within a run. The backend, the number of steps and how often to save may."""
         config = self.config
         sections = {name: dataclasses.asdict(getattr(config, name)) for name in ("model", "data", "optimiser")}
-        settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-        return settings | {"seed": config.seed, "text": self.rows.digest()}
+        identity = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+        for index in range(config.model.layers):
+            layer = config.attention.layer(index)
+            identity[f"rope of layer {index}"] = layer.rope and layer.rope.to_dict()
+            identity[f"window of layer {index}"] = layer.window
+        return identity | {"seed": config.seed, "text": self.rows.digest()}
 
 
 def train(

@@ -1,0 +1,90 @@
+"""A decoder as a model author writes it: no mask anywhere, and attention named by the config.
+
+``forward`` takes a ``MaskLayout``, which says what may see what, and puts it into one ``AttentionScope``. The scope is
+filled once at the top and shared by all layers, so masks and rotary tables are built once per forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyattn import AttentionConfig, AttentionScope, GroupedQueryAttention, MaskLayout
+from tiny_lm.config import ModelConfig
+from tiny_lm.data import VOCABULARY
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, "GLU Variants Improve Transformer")."""
+
+    def __init__(self, hidden_size: int, mlp_size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, mlp_size, bias=False)
+        self.up = nn.Linear(hidden_size, mlp_size, bias=False)
+        self.down = nn.Linear(mlp_size, hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[B, S, hidden_size]`` to the same shape."""
+        down: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return down
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual connection."""
+
+    def __init__(self, model: ModelConfig, attention: AttentionConfig, index: int) -> None:
+        super().__init__()
+        own = attention.layer(index)
+        self.attention_norm = nn.RMSNorm(model.hidden_size, eps=1e-6)
+        self.attention = GroupedQueryAttention(
+            model.hidden_size,
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            rope=own.rope,
+            window=own.window,
+            dropout=model.dropout,
+            backend=own.backend,
+        )
+        self.mlp_norm = nn.RMSNorm(model.hidden_size, eps=1e-6)
+        self.mlp = SwiGLU(model.hidden_size, model.mlp_size)
+
+    def forward(self, hidden: Tensor, scope: AttentionScope, positions: Tensor) -> Tensor:
+        """``[B, S, hidden_size]`` to the same shape."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), scope, positions)
+        mixed: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return mixed
+
+
+class TinyLM(nn.Module):
+    """A decoder over bytes; the embedding is also the output projection."""
+
+    def __init__(self, model: ModelConfig, attention: AttentionConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, model.hidden_size)
+        nn.init.normal_(self.embedding.weight, std=model.hidden_size**-0.5)
+        self.layers = nn.ModuleList(Layer(model, attention, index) for index in range(model.layers))
+        self.norm = nn.RMSNorm(model.hidden_size, eps=1e-6)
+
+    def forward(self, tokens: Tensor, layout: MaskLayout, positions: Tensor) -> Tensor:
+        """Scores of the next byte.
+
+        Args:
+            tokens: ``Int[B, S]``.
+            layout: what each token may see.
+            positions: ``Int[B, S]``, for RoPE.
+
+        Returns:
+            ``[B, S, 256]``, before the softmax.
+        """
+        hidden = self.embedding(tokens)
+        scope = AttentionScope(layout)
+        layers = cast("Iterable[Layer]", self.layers)
+        for layer in layers:
+            layer.attention.prefill(scope, hidden, positions)
+        for layer in layers:
+            hidden = layer(hidden, scope, positions)
+        return F.linear(self.norm(hidden), self.embedding.weight)

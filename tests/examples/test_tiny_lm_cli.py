@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from click.testing import CliRunner
+
+import polyattn
+from tiny_lm import checkpoint, report
+from tiny_lm.cli import main
+from tiny_lm.report import Report, largest_difference
+from tiny_lm.train import Run
+
+
+@pytest.fixture
+def tiny_lm():
+    def invoke(*arguments):
+        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+    return invoke
+
+
+def refused(result):
+    """The message of a refusal: status 2, no traceback."""
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return " ".join(result.output.split())
+
+
+def test_a_run_leaves_a_checkpoint_and_a_report(tiny_lm, settings, write_config, tmp_path):
+    out = tmp_path / "out"
+    result = tiny_lm("train", write_config(settings), "--out", out)
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint.pt", "report.json"]
+    stored = Report.read(out)
+    assert (stored.backend, stored.distribution, len(stored.losses)) == (
+        "sdpa",
+        f"polyattn-sdpa {polyattn.__version__}",
+        6,
+    )
+    assert stored.losses == checkpoint.load(out / "checkpoint.pt")["losses"]
+
+
+def test_the_command_line_replaces_the_backend_and_the_number_of_steps(tiny_lm, settings, write_config, tmp_path):
+    out = tmp_path / "out"
+    assert (
+        tiny_lm("train", write_config(settings), "--out", out, "--attn-backend", "eager", "--steps", 2).exit_code == 0
+    )
+    assert (Report.read(out).backend, len(Report.read(out).losses)) == ("eager", 2)
+
+
+def test_resume_on_the_command_line_gives_the_uninterrupted_curve(tiny_lm, settings, write_config, tmp_path):
+    path = write_config(settings)
+    assert tiny_lm("train", path, "--out", tmp_path / "whole").exit_code == 0
+    assert tiny_lm("train", path, "--out", tmp_path / "parts", "--steps", 3).exit_code == 0
+    assert tiny_lm("train", path, "--out", tmp_path / "parts", "--resume").exit_code == 0
+    assert Report.read(tmp_path / "parts").losses == Report.read(tmp_path / "whole").losses
+
+
+BAD_CONFIGS = {
+    "misspelt backend": ({"attn_backend": "sdap"}, ["sdap", "sdpa", "eager"]),
+    "sequence parallelism": ({"attn_backend": "usp"}, ["usp", "sequence parallelism", "sdpa"]),
+    "known backend that is not installed": ({"attn_backend": "flex_attention"}, ["pip install polyattn-flex"]),
+    "backend of a wrong type": ({"attn_backend": 3}, ["attn_backend", "3"]),
+    "unknown key": ({"optimizer": {}}, ["optimizer is unknown, did you mean optimiser?"]),
+    "misspelt attention key": ({"attn_backnd": "sdpa"}, ["attn_backnd is unknown, did you mean attn_backend?"]),
+    "unknown key in a section": (
+        {"data": {"rows": 2, "row_lenght": 9}},
+        ["data.row_lenght", "data.row_length is missing"],
+    ),
+    "wrong type": ({"steps": "many"}, ["steps must be a whole number of at least 1, got 'many'"]),
+    "a number that YAML reads as text": (
+        {"optimiser": {"learning_rate": "1e-3"}},
+        ["learning_rate must be a number", "got '1e-3'; write 1.0e-3"],
+    ),
+    "a truth value for a number": ({"steps": True}, ["steps must be a whole number of at least 1, got True"]),
+    "out of range": ({"steps": 0}, ["steps must be a whole number of at least 1, got 0"]),
+    "a section that is none": ({"model": 3}, ["model must be a mapping of layers, hidden_size,", "got 3"]),
+    "a missing section": ({"model": None}, ["model must be a mapping", "got None"]),
+    "a batch larger than the text": ({"data": {"rows": 10**6, "row_length": 512}}, ["a text of"]),
+    "a rope that is no mapping": ({"rope": "default"}, ["rope", "mapping", "str"]),
+    "wrong backend option": ({"backend_options": {"speed": 11}}, ["speed"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_a_bad_config_is_one_message_and_writes_nothing(tiny_lm, settings, write_config, tmp_path, case):
+    change, said = BAD_CONFIGS[case]
+    out = tmp_path / "out"
+    for command in ("train", "demo"):
+        message = refused(tiny_lm(command, write_config(settings | change), "--out", out))
+        for part in said:
+            assert part in message, f"{part!r} in {message!r}"
+        assert not out.exists()
+
+
+def test_an_unknown_rope_variant_is_refused_with_the_closest_name(tiny_lm, settings, write_config, tmp_path):
+    settings["rope"]["variant"] = "defualt"
+    message = refused(tiny_lm("train", write_config(settings), "--out", tmp_path / "out"))
+    assert "defualt" in message
+    assert "default" in message
+
+
+def test_heads_that_do_not_divide_are_refused_with_both_numbers(tiny_lm, settings, write_config, tmp_path):
+    settings["model"]["num_kv_heads"] = 3
+    message = refused(tiny_lm("train", write_config(settings), "--out", tmp_path / "out"))
+    assert "num_heads" in message
+    assert "4" in message
+    assert "3" in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"- a list", b"", b"a: [1", b"\xff\xfe\x00"], ids=["list", "empty", "cut", "binary"]
+)
+def test_a_file_that_is_no_yaml_mapping_is_refused_by_name(tiny_lm, tmp_path, content):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    assert str(path) in refused(tiny_lm("train", path, "--out", tmp_path / "out")).replace(" ", "")
+
+
+def test_a_missing_file_is_refused_by_name(tiny_lm, tmp_path):
+    assert "there.yaml" in refused(tiny_lm("train", tmp_path / "there.yaml", "--out", tmp_path / "out"))
+
+
+def test_a_broken_plugin_is_named_with_its_distribution(tiny_lm, settings, write_config, tmp_path):
+    polyattn.backends.register("cracked", "tiny_lm.no_such_module:Backend")
+    try:
+        message = refused(
+            tiny_lm("train", write_config(settings | {"attn_backend": "cracked"}), "--out", tmp_path / "out")
+        )
+    finally:
+        polyattn.backends.unregister("cracked")
+    assert "cracked" in message
+    assert "ModuleNotFoundError" in message
+
+
+def test_a_finished_run_is_never_overwritten_by_accident(tiny_lm, settings, write_config, tmp_path):
+    out, path = tmp_path / "out", write_config(settings)
+    assert tiny_lm("train", path, "--out", out).exit_code == 0
+    before = {file: file.read_bytes() for file in out.iterdir()}
+    message = refused(tiny_lm("train", path, "--out", out))
+    assert all(option in message for option in ("--resume", "--overwrite", "--out"))
+    assert {file: file.read_bytes() for file in out.iterdir()} == before
+    assert tiny_lm("train", path, "--out", out, "--overwrite").exit_code == 0
+
+
+def test_a_damaged_checkpoint_is_neither_read_nor_overwritten(tiny_lm, settings, write_config, tmp_path):
+    out, path = tmp_path / "out", write_config(settings)
+    out.mkdir()
+    (out / "checkpoint.pt").write_bytes(b"damaged")
+    for options in ([], ["--resume"]):
+        refused(tiny_lm("train", path, "--out", out, *options))
+        assert (out / "checkpoint.pt").read_bytes() == b"damaged"
+        assert len(list(out.iterdir())) == 1
+
+
+def test_resuming_without_a_checkpoint_says_so(tiny_lm, settings, write_config, tmp_path):
+    message = refused(tiny_lm("train", write_config(settings), "--out", tmp_path / "out", "--resume"))
+    assert "there is no checkpoint" in message
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(tiny_lm, settings, write_config, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "file" in refused(tiny_lm("train", write_config(settings), "--out", tmp_path / "file" / "out"))
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_a_usable_checkpoint(
+    tiny_lm, settings, write_config, tmp_path, monkeypatch
+):
+    step = Run.step
+    calls = []
+
+    def interrupted(run):
+        calls.append(run)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(run)
+
+    monkeypatch.setattr(Run, "step", interrupted)
+    out, path = tmp_path / "out", write_config(settings)
+    before = signal.getsignal(signal.SIGINT)
+    result = tiny_lm("train", path, "--out", out)
+    assert result.exit_code == 130
+    assert "Interrupted after step 3" in result.output
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(checkpoint.load(out / "checkpoint.pt")["losses"]) == 3
+    assert tiny_lm("train", path, "--out", out, "--resume").exit_code == 0
+    assert len(Report.read(out).losses) == 6
+
+
+@pytest.mark.slow
+def test_the_demo_compares_two_backends_and_draws_their_curves(tiny_lm, settings, write_config, tmp_path):
+    out = tmp_path / "out"
+    result = tiny_lm("demo", write_config(settings), "--out", out)
+    assert result.exit_code == 0, result.output
+    assert all(text in result.output for text in ("eager", "polyattn-sdpa", "tokens/s", "MiB", "Largest difference"))
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert Report.read(out / "eager").losses != Report.read(out / "sdpa").losses, (
+        "the second run used the first backend"
+    )
+
+
+@pytest.mark.parametrize("last", [1.01, float("nan")])
+def test_the_demo_fails_when_the_curves_differ_by_too_much(
+    tiny_lm, settings, write_config, tmp_path, monkeypatch, last
+):
+    def pretend(config_path, backend, out):
+        out.mkdir(parents=True)
+        Report(backend, f"polyattn-{backend} 0.1.0", [2.0, last if backend == "sdpa" else 1.0], 1.0, 2**20).write(out)
+        return 0
+
+    monkeypatch.setattr("tiny_lm.cli._train_in_process", pretend)
+    monkeypatch.setattr(report, "plot", lambda reports, path: None)
+    assert tiny_lm("demo", write_config(settings), "--out", tmp_path / "out").exit_code == 1
+
+
+def test_the_largest_difference_is_taken_step_by_step():
+    first = Report("a", "a 1", [3.0, 2.0, 1.0], 1.0, 1)
+    second = Report("b", "b 1", [3.0, 2.5, 1.25], 1.0, 1)
+    assert largest_difference([first, second]) == 0.5
+
+
+def test_a_report_is_plain_json(tmp_path):
+    original = Report("a", "polyattn-a 1", [3.0], 10.0, 7)
+    original.write(tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["losses"] == [3.0]
+    assert Report.read(tmp_path) == original
