@@ -1,0 +1,283 @@
+"""The sdpa backend: which path a layout takes, and what stands between the raw fused op and its faults."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polyattn
+from polyattn import AttentionRequest, MaskLayout, UnsupportedAttentionError
+from polyattn.testing.reference import reference_attention
+from polyattn_sdpa import _kernels
+from polyattn_sdpa._tiles import band_mask, tiles_of
+
+SDPA = polyattn.backends.get("sdpa")
+
+
+def tensors(q_len=6, kv_len=6, heads=4, kv_heads=2, width=8, v_width=8, batch=1, dtype=torch.float32, grad=False):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((heads, q_len, width), (kv_heads, kv_len, width), (kv_heads, kv_len, v_width))
+    made = [torch.randn(batch, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [x.requires_grad_(grad) for x in made]
+
+
+def prepare(layout, *qkv, **fields):
+    return SDPA.prepare(layout, AttentionRequest.of(*qkv, **fields))
+
+
+@pytest.mark.parametrize(
+    "layout, path",
+    [
+        (MaskLayout.full(6), "plain"),
+        (MaskLayout.causal(6), "plain"),
+        (MaskLayout.causal(6, window=2), "tiles"),
+        (MaskLayout.packed([6]), "tiles"),
+        (MaskLayout.packed([2, 4]), "tiles"),
+        (MaskLayout.padded(torch.tensor([[True] * 4 + [False] * 2])), "tiles"),
+        (MaskLayout.padded(torch.tensor([[True, False, True, True, True, True]])), "dense"),
+        (MaskLayout.prefix_lm(torch.tensor([2]), 6), "tiles"),
+        (MaskLayout.chunked(4, 6), "tiles"),
+        (MaskLayout.dense(torch.ones(6, 6, dtype=torch.bool)), "dense"),
+        (MaskLayout.from_mod(lambda b, h, q, k: k <= q, q_len=6, kv_len=6), "dense"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.describe(),
+)
+def test_structure_is_lowered_and_only_the_dense_is_dense(layout, path):
+    prepared = prepare(layout, *tensors())
+    assert prepared.state.path == path
+    assert (prepared.state.mask is not None) is (path == "dense")
+
+
+def test_an_alignment_that_the_kernel_flag_does_not_have_is_never_given_to_it():
+    assert prepare(MaskLayout.causal(2, 5), *tensors(2, 5)).state.path == "tiles"
+    q, k, v = tensors(1, 5)
+    (output,) = (polyattn.attention(q, k, v, MaskLayout.causal(1, 5), backend="sdpa").output,)
+    assert not torch.allclose(output, v[:, :, :1].repeat_interleave(2, 1))
+    torch.testing.assert_close(
+        output, reference_attention(q, k, v, torch.ones(1, 1, 1, 5, dtype=torch.bool))[0].float()
+    )
+
+
+def test_a_bias_or_dropout_under_gradients_takes_the_math_path_and_says_so():
+    qkv = tensors(grad=True)
+    bias = torch.zeros(6, 6)
+    assert "math" in SDPA.describe(prepare(MaskLayout.causal(6), *qkv, bias=bias))
+    assert "math" in SDPA.describe(prepare(MaskLayout.causal(6), *qkv, dropout_p=0.1, training=True))
+    with pytest.raises(UnsupportedAttentionError, match=r"lse together with a bias under gradients.*'eager' does both"):
+        prepare(MaskLayout.causal(6), *qkv, bias=bias, needs_lse=True)
+    with pytest.raises(UnsupportedAttentionError, match="sinks together with dropout"):
+        prepare(MaskLayout.causal(6), *qkv, dropout_p=0.1, training=True, has_sinks=True)
+
+
+blocks = st.integers(1, 40).flatmap(
+    lambda rows: st.tuples(
+        st.just(rows),
+        st.integers(1, 40),
+        st.integers(-10, 50),
+        st.booleans(),
+        st.none() | st.integers(1, 60),
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(blocks)
+def test_tiles_paint_exactly_the_mask_of_their_block(block):
+    rows, keys, shift, causal, window = block
+    painted = torch.zeros(rows, keys, dtype=torch.int64)
+    tiles = list(tiles_of([[0, 0, rows, 0, keys, shift, int(causal)]], window, band=4))
+    for tile in tiles:
+        part = painted[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop]
+        if tile.offset is not None:
+            part += band_mask(tile, window, torch.float32, torch.device("cpu")) == 0
+        elif tile.causal:
+            part += torch.ones_like(part).tril()
+        else:
+            part += 1
+    distance = torch.arange(rows)[:, None] - torch.arange(keys)[None] + shift
+    visible = (distance >= 0) | (not causal)
+    if window is not None:
+        visible &= distance.abs() < window
+    assert torch.equal(painted, visible.long())
+    for first, second in itertools.pairwise(tiles):
+        assert first.q_stop <= second.q_start
+
+
+def test_a_windows_tiles_never_grow_with_the_length():
+    for length in (1000, 4000):
+        tiles = list(tiles_of([[0, 0, length, 0, length, 0, 1]], 50))
+        assert max((t.q_stop - t.q_start) * (t.k_stop - t.k_start) for t in tiles) <= 128 * (128 + 50)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_portable_kernel_equals_the_cpu_kernel(causal, masked):
+    q, k, v = tensors(5, 5, v_width=6, dtype=torch.float64)
+    mask = torch.zeros(5, 5, dtype=torch.float64).masked_fill(torch.eye(5).roll(1, 0) > 0, -torch.inf)
+    mask = mask if masked and not causal else None
+    output, lse = _kernels.forward(q, k, v, mask, causal, 0.3)
+    portable = _kernels._portable_forward(q, k, v, mask, causal, 0.3)
+    torch.testing.assert_close((output, lse), portable)
+    grad, grad_lse = torch.randn_like(output), torch.randn_like(lse)
+    arguments = (grad, grad_lse, q, k, v, output, lse, mask, causal, 0.3)
+    torch.testing.assert_close(_kernels.backward(*arguments), _kernels._portable_backward(*arguments))
+
+
+def test_the_gradient_through_the_lse_is_exact():
+    q, k, v = tensors(dtype=torch.float64, grad=True, v_width=5)
+    layout = MaskLayout.packed([2, 4])
+    result = polyattn.attention(q, k, v, layout, backend="sdpa", return_lse=True)
+    output, lse = reference_attention(q, k, v, layout.to_dense())
+    got = torch.autograd.grad(result.output.sin().sum() + result.lse.cos().sum(), (q, k, v))
+    want = torch.autograd.grad(output.sin().sum() + lse.cos().sum(), (q, k, v))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+class TestAnLseWhoseGradientWasNotAskedFor:
+    def result(self):
+        q, k, v = tensors(grad=True)
+        return (q, k, v), prepare(MaskLayout.packed([2, 4]), q, k, v, needs_lse=True)(q, k, v)
+
+    def test_a_loss_on_it_raises(self):
+        _, result = self.result()
+        with pytest.raises(RuntimeError, match=r"backend 'sdpa'.*needs_lse_grad=True"):
+            result.lse.sum().backward()
+
+    def test_a_mixed_loss_raises(self):
+        _, result = self.result()
+        with pytest.raises(RuntimeError, match=r"backend 'sdpa'.*needs_lse_grad=True"):
+            (result.output.sum() + result.lse.sum()).backward()
+
+    def test_a_loss_on_the_output_alone_is_unaffected(self):
+        qkv, result = self.result()
+        plain = prepare(MaskLayout.packed([2, 4]), *qkv)(*qkv)
+        torch.testing.assert_close(
+            torch.autograd.grad(result.output.sin().sum(), qkv), torch.autograd.grad(plain.output.sin().sum(), qkv)
+        )
+
+
+def test_grouped_heads_accumulate_key_gradients_in_float32():
+    q, k, v = tensors(64, 64, heads=32, kv_heads=1, width=16, v_width=16, dtype=torch.bfloat16, grad=True)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    layout = MaskLayout.causal(64)
+    weights = torch.randn(1, 32, 64, 16, generator=torch.Generator().manual_seed(5))
+    want = torch.autograd.grad((reference_attention(*exact, layout.to_dense())[0] * weights).sum(), exact)
+    errors = {}
+    for name in ("eager", "sdpa"):
+        output = polyattn.attention(q, k, v, layout, backend=name).output
+        got = torch.autograd.grad((output * weights).sum(), (q, k, v))
+        errors[name] = [(a.double() - b).abs().max() for a, b in zip(got, want, strict=True)]
+    assert errors["sdpa"][1] <= 1.5 * errors["eager"][1]
+    assert errors["sdpa"][2] <= 1.5 * errors["eager"][2]
+
+
+@pytest.mark.parametrize("layout", [MaskLayout.causal(6), MaskLayout.packed([2, 4])], ids=["plain", "tiles"])
+def test_any_strides_give_the_same_numbers(layout):
+    qkv = tensors()
+    want = prepare(layout, *qkv)(*qkv).output
+    views = [torch.empty(*x.shape[:3], 2 * x.shape[3])[..., ::2].copy_(x) for x in qkv]
+    torch.testing.assert_close(prepare(layout, *views)(*views).output, want)
+    transposed = [x.mT.contiguous().mT for x in qkv]
+    torch.testing.assert_close(prepare(layout, *transposed)(*transposed).output, want)
+
+
+FATAL = {
+    "no queries": "attention(rand(1, 2, 0, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(0, 4))",
+    "no keys": "attention(rand(1, 2, 4, 8), rand(1, 2, 0, 8), rand(1, 2, 0, 8), L.full(4, 0))",
+    "no keys, packed": "attention(rand(1, 2, 0, 8), rand(1, 2, 0, 8), rand(1, 2, 0, 8), L.packed([0]))",
+    "no batch": "attention(rand(0, 2, 4, 8), rand(0, 2, 4, 8), rand(0, 2, 4, 8), L.causal(4))",
+    "fewer query heads": "attention(rand(1, 1, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(4))",
+    "heads that do not divide": "attention(rand(1, 3, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(4))",
+    "unequal batches": "attention(rand(2, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(4))",
+    "a dead element": "attention(*rand(3, 2, 2, 4, 8), L.dense(torch.zeros(2, 1, 4, 4, dtype=torch.bool)))",
+}
+
+
+@pytest.mark.parametrize("call", FATAL.values(), ids=FATAL.keys())
+def test_what_kills_the_raw_op_is_answered_or_refused(call, run_python):
+    code = f"""
+import torch, polyattn
+from polyattn import MaskLayout as L
+rand = torch.rand
+def attention(q, k, v, layout):
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    result = polyattn.attention(q, k, v, layout, backend="sdpa", return_lse=True)
+    torch.autograd.grad(result.output.sum(), (q, k, v))
+    assert result.output.shape == q.shape and (result.output == 0).all()
+    assert result.lse.shape == q.shape[:3] and (result.lse == -torch.inf).all()
+    print("zeros")
+try:
+    {call}
+except polyattn.AttentionInputError as error:
+    print("refused", error)
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(("zeros", "refused"))
+
+
+def test_eight_segmentations_compile_to_two_graphs():
+    counter = CompileCounter()
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(q, k, v, layout):
+        scope = polyattn.AttentionScope(layout)
+        return scope.prepare(SDPA, AttentionRequest.of(q, k, v))(q, k, v).output
+
+    cuts = [[12], [5, 7], [1, 2, 9], [3, 3, 3, 3], [1] * 12, [6, 6], [4, 8], [2, 2, 2, 6]]
+    for lengths in cuts:
+        qkv = tensors(12, 12, grad=True)
+        layout = MaskLayout.packed(lengths)
+        got, want = step(*qkv, layout), prepare(layout, *qkv)(*qkv).output
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got.sum(), qkv), torch.autograd.grad(want.sum(), qkv))
+    assert counter.frame_count <= 2
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self):
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_attend_is_one_operator_and_reads_nothing_on_the_host():
+    qkv = tensors()
+    prepared = prepare(MaskLayout.packed([2, 4]), *qkv)
+    with Watch() as seen:
+        prepared(*qkv)
+    assert seen.names == ["polyattn_sdpa::forward"]
+
+
+def test_a_backend_and_its_prepared_state_survive_pickle_and_deepcopy():
+    qkv = tensors()
+    prepared = prepare(MaskLayout.packed([2, 4]), *qkv)
+    for again in (pickle.loads(pickle.dumps(prepared)), copy.deepcopy(prepared)):
+        assert torch.equal(again(*qkv).output, prepared(*qkv).output)
+    assert pickle.loads(pickle.dumps(SDPA)) is SDPA
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")  # torch's own, when forward mode is first used
+@pytest.mark.parametrize("layout", [MaskLayout.causal(6), MaskLayout.packed([2, 4])], ids=["plain", "tiles"])
+def test_transforms_and_second_derivatives_name_eager(layout):
+    q, k, v = tensors(grad=True)
+    prepared = prepare(layout, q, k, v)
+
+    def output(q):
+        return prepared(q, k, v).output
+
+    with pytest.raises(NotImplementedError, match=r"'sdpa' has no second derivatives.*'eager'"):
+        torch.autograd.grad(output(q).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"torch.func transforms .*'eager'"):
+        torch.func.grad(lambda q: output(q).sum())(q)
+    with pytest.raises(NotImplementedError, match=r"'eager'"):
+        torch.func.jvp(output, (q,), (q,))
