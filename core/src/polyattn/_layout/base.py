@@ -125,7 +125,7 @@ class LayoutBase:
 
         Linear in ``q_len`` where :meth:`to_blocks` is not ``None``.
         """
-        ranges = self._key_ranges()
+        ranges = self.key_ranges()
         if ranges is None:
             return torch.cat([~rows.any(-1) for rows in self._row_blocks(device)], 2)
         start, stop = ranges
@@ -136,12 +136,16 @@ class LayoutBase:
 
         Linear in ``q_len + kv_len`` where :meth:`to_blocks` is not ``None``.
         """
-        ranges = self._key_ranges()
+        ranges = self.key_ranges()
         if ranges is None:
             return ~functools.reduce(operator.or_, (rows.any(2) for rows in self._row_blocks(device)))
         return ~covered_keys(*ranges, self.kv_len)[:, None].to(device or self.device or "cpu")
 
-    def _key_ranges(self) -> tuple[Tensor, Tensor] | None:
+    def key_ranges(self) -> tuple[Tensor, Tensor] | None:
+        """The run of keys that each query sees, from ``start`` to before ``stop``: two int64 CPU tensors ``[B, Q]``.
+
+        Empty (``stop <= start``) for a query that sees nothing; ``None`` where :meth:`to_blocks` is, and while tracing.
+        """
         if self._lowered.blocks is None or self._host is None or torch.compiler.is_compiling():
             return None
         start, stop = key_ranges(self._lowered.blocks, self.batch, self.q_len, self._host.mask.window)
