@@ -1,0 +1,280 @@
+"""Choosing the kernel calls of a layout, and refusing what FlashAttention-2 cannot do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from polyattn import (
+    AttentionRequest,
+    AttentionResult,
+    BackendBase,
+    MaskLayout,
+    PreparedAttention,
+    Reason,
+    StructuredMask,
+    apply_sinks,
+)
+from polyattn_fa2 import providers
+from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
+from polyattn_fa2._sequences import Reach, Sequences, from_blocks, from_validity, uniform
+from polyattn_fa2.providers.base import MAX_WIDTH
+
+ABILITIES = frozenset(
+    (
+        *("bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked", "positions"),
+        *("active_queries", "gqa", "unequal_width", "softcap", "sinks", "lse", "lse_grad", "grad", "dropout"),
+        "deterministic",
+    )
+)
+_BY_STRUCTURE = (
+    "describe the mask by its structure (MaskLayout.causal, padded, packed, chunked, prefix_lm), or use another backend"
+)
+_HINTS = {
+    "float32": "cast q, k and v to bfloat16 or float16, or call under torch.autocast('cuda'), which casts all three",
+    "float64": "cast q, k and v to bfloat16 or float16, or use another backend; autocast leaves FP64 as it is",
+    "dense": _BY_STRUCTURE,
+    "mask_mod": _BY_STRUCTURE,
+    "per_head_mask": "use one mask for all heads, or another backend",
+    "bias": "the kernels add nothing to the scores; use another backend",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashOptions:
+    """Options of the backend ``fa``.
+
+    Attributes:
+        provider: who brings the kernels. ``auto``: flash_attn, or torch's own where flash_attn is not installed.
+        deterministic: a deterministic backward, also without ``torch.use_deterministic_algorithms``.
+    """
+
+    provider: Literal["auto", "flash_attn", "torch_varlen"] = "auto"
+    deterministic: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlashPlan:
+    """The state of a prepared layout.
+
+    Attributes:
+        sequences: the kernel calls.
+        settings: of every call.
+        dead: Bool ``[B|1, 1, Q, 1]``, queries inside a sequence that see nothing since they are inactive, or ``None``.
+        unseen: Bool ``[B|1, 1, K, 1]``, keys that only such queries would see, or ``None``.
+    """
+
+    sequences: Sequences
+    settings: Settings
+    dead: Tensor | None = None
+    unseen: Tensor | None = None
+
+
+class FlashBackend(BackendBase):
+    """FlashAttention-2 for FP16 and BF16 on CUDA, by unpadded sequences."""
+
+    name = "fa"
+    Options = FlashOptions
+    options: FlashOptions
+
+    @property
+    def abilities(self) -> frozenset[str]:  # type: ignore[override]  # depends on the provider
+        """What the provider in use can do; without any that runs, what flash_attn can."""
+        provider, _ = providers.choose(self.options.provider, torch.device("cuda"))
+        return ABILITIES - provider.lacks
+
+    def device_reasons(self, device: torch.device) -> tuple[Reason, ...]:
+        """The provider's: wrong device, no GPU, an old GPU, kernels absent, broken or of another version."""
+        return providers.choose(self.options.provider, device)[1]
+
+    def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """Every reason, with what to do about each."""
+        reasons = super().unsupported(layout, request)
+        return tuple(r if r.hint else dataclasses.replace(r, hint=_HINTS.get(r.feature, "")) for r in reasons)
+
+    def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """Limits of the provider, of head widths, and of structures that are no sequences."""
+        provider, _ = providers.choose(self.options.provider, request.device)
+        return (
+            *provider.limits(request, deterministic=self._deterministic(request)),
+            *_width_reasons(request),
+            *_structure_reasons(layout, request),
+        )
+
+    def preference(self, layout: MaskLayout, request: AttentionRequest) -> int:
+        """Above every backend that is not made for one kind of device."""
+        return 100
+
+    def plan(self, layout: MaskLayout, request: AttentionRequest) -> FlashPlan:
+        """Lower the layout to sequences, and move their offsets and rows to the device."""
+        provider, _ = providers.choose(self.options.provider, request.device)
+        assert request.scale is not None
+        settings = Settings(
+            provider.name,
+            request.scale,
+            0.0 if request.softcap is None else request.softcap,
+            request.dropout,
+            self._deterministic(request),
+            request.needs_lse_grad or request.has_sinks,
+        )
+        reach = _uniform_reach(layout, request)
+        if reach is not None:
+            sizes = (request.batch, layout.q_len, layout.kv_len)
+            return FlashPlan(uniform(*sizes, reach, fixed=provider.fixed, device=request.device), settings)
+        blocks = layout.to_blocks()
+        if blocks is None:
+            return FlashPlan(_moved(_validity_only(layout, request), request.device), settings)
+        sequences = from_blocks(
+            blocks.tolist(),
+            _structure(layout).window,
+            q_len=layout.q_len,
+            kv_len=layout.kv_len,
+            batch=request.batch,
+            repeat=layout.batch == 1,
+        )
+        dead, unseen = _holes(layout, sequences, request)
+        return FlashPlan(_moved(sequences, request.device), settings, dead, unseen)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: PreparedAttention,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> AttentionResult:
+        """Run the planned kernel calls."""
+        plan: FlashPlan = prepared.state
+        if plan.dead is not None:
+            q = torch.where(plan.dead, 0.0, q)
+        if plan.unseen is not None:
+            k, v = torch.where(plan.unseen, 0.0, k), torch.where(plan.unseen, 0.0, v)
+        output, lse = flash(q, k, v, plan.sequences, plan.settings)
+        if plan.dead is not None:
+            output = torch.where(plan.dead, 0.0, output)
+            lse = torch.where(plan.dead.squeeze(-1), -torch.inf, lse)
+        if sinks is not None:
+            output = apply_sinks(output, lse, sinks)
+        return AttentionResult(output, lse if prepared.request.needs_lse else None)
+
+    def describe(self, prepared: PreparedAttention) -> str:
+        """The provider, and how many calls over how many sequences."""
+        plan: FlashPlan = prepared.state
+        title, calls = providers.get(plan.settings.provider).title(), plan.sequences.calls
+        if plan.sequences.q_offsets is None:
+            return f"{title}, one call on the batch as it is"
+        return f"{title}, {int(calls[:, 3].sum())} sequences in {len(calls)} calls"
+
+    def _deterministic(self, request: AttentionRequest) -> bool:
+        return request.deterministic or self.options.deterministic
+
+
+def _structure(layout: MaskLayout) -> StructuredMask:
+    assert isinstance(layout.visibility, StructuredMask)
+    return layout.visibility
+
+
+def _uniform_reach(layout: MaskLayout, request: AttentionRequest) -> Reach | None:
+    """The reach of one call on whole batch rows; ``None`` where a query sees nothing or a key is not seen."""
+    mask = layout.visibility
+    if not isinstance(mask, StructuredMask) or layout.active_queries is not None or layout.heads > 1:
+        return None
+    if mask.tensors() or mask.chunk_size is not None or 0 in (request.batch, layout.q_len, layout.kv_len):
+        return None
+    ahead = layout.kv_len - layout.q_len
+    if mask.causal and ahead < 0:
+        return None
+    if mask.window is None or mask.window > max(layout.kv_len, layout.q_len):
+        return -1, 0 if mask.causal else -1
+    # A key that no query sees, or a query that sees nothing; and the kernels take a reach of K or more for unbounded.
+    if ahead < 0 or ahead >= mask.window:
+        return None
+    return mask.window - 1, 0 if mask.causal else mask.window - 1
+
+
+def _hides_only_invalid_keys(layout: MaskLayout) -> bool:
+    mask = layout.visibility
+    return (
+        isinstance(mask, StructuredMask)
+        and layout.heads == 1
+        and mask.kv_valid is not None
+        and not mask.positional
+        and mask.q_segments is None
+    )
+
+
+def _validity_only(layout: MaskLayout, request: AttentionRequest) -> Sequences:
+    valid, active = _structure(layout).kv_valid, layout.active_queries
+    assert valid is not None
+    return from_validity(valid.cpu(), None if active is None else active.cpu(), q_len=layout.q_len, batch=request.batch)
+
+
+def _holes(layout: MaskLayout, sequences: Sequences, request: AttentionRequest) -> tuple[Tensor | None, Tensor | None]:
+    """Inactive queries inside sequences, and keys that only they would see, where there are any."""
+    if layout.active_queries is None:
+        return None, None
+    dead = layout.rows_without_keys("cpu")
+    live = int((~dead).sum()) * (request.batch if layout.batch == 1 else 1)
+    if live == int(sequences.calls[:, 0].sum()):
+        return None, None
+    unseen = layout.unseen_keys("cpu").to(request.device)
+    return dead.to(request.device).unsqueeze(-1), unseen.unsqueeze(-1)
+
+
+def _moved(sequences: Sequences, device: torch.device) -> Sequences:
+    on_device = {
+        field.name: getattr(sequences, field.name).to(device)
+        for field in dataclasses.fields(sequences)
+        if field.name not in {"calls", "distinct"} and getattr(sequences, field.name) is not None
+    }
+    return dataclasses.replace(sequences, **on_device)
+
+
+def _width_reasons(request: AttentionRequest) -> tuple[Reason, ...]:
+    d, dv = request.head_dim, request.v_head_dim
+    got = f"D={d}, Dv={dv}"
+    if padded_width(d, dv) > MAX_WIDTH:
+        need = f"head widths of at most {MAX_WIDTH}"
+        return (Reason("head_width", "kernel", got, need, "use another backend"),)
+    through_lse = request.needs_lse_grad or (request.has_sinks and request.needs_grad)
+    if through_lse and width_with_lse_gradient(d, dv) > MAX_WIDTH:
+        feature = "lse_grad" if request.needs_lse_grad else "sinks"
+        need = f"value widths of at most {MAX_WIDTH - 1}: the gradient through the LSE takes one column"
+        return (Reason("head_width_lse_grad", feature, got, need, "use another backend"),)
+    return ()
+
+
+def _structure_reasons(layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+    mask = layout.visibility
+    if not isinstance(mask, StructuredMask):
+        return ()
+    if layout.to_blocks() is not None or _uniform_reach(layout, request) is not None:
+        return ()
+    if _hides_only_invalid_keys(layout):
+        return ()
+    used = {
+        "positions": mask.q_positions is not None,
+        "padded": mask.kv_valid is not None,
+        "packed": mask.q_segments is not None,
+        "chunked": mask.chunk_size is not None,
+        "prefix_lm": mask.prefix_lengths is not None,
+        "window": mask.window is not None,
+        "active_queries": layout.active_queries is not None,
+    }
+    feature = next((name for name, there in used.items() if there), "causal" if mask.causal else "full")
+    return (
+        Reason(
+            "not_sequences",
+            feature,
+            f"{layout.describe()}, in which some query does not see one unbroken run of keys, or whose values the host "
+            "does not know",
+            "a mask of sequences: taking keys out from between others would change the distances that causality and "
+            "windows compare",
+            "close the gaps between keys, make the layout where its values can be read, or use another backend",
+        ),
+    )

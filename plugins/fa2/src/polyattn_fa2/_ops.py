@@ -1,0 +1,232 @@
+"""The kernel calls of a layout as one differentiable operator.
+
+A forward and a backward behind one autograd function; where something watches the operators (a compiler, fake tensors)
+each is a custom op. Tensors are gathered into the sequences of each call, results are scattered back into whole
+tensors: what lies outside every sequence never meets the kernel, which would leave garbage there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from polyattn_fa2 import providers
+from polyattn_fa2._packing import parts, ready, tokens_of, whole, with_column
+from polyattn_fa2._sequences import Sequences
+from polyattn_fa2.providers.base import WIDTH_STEP
+
+_LSE_GRADIENT = (
+    "backend 'fa': a gradient reached the LSE, but the request was made with needs_lse_grad=False; "
+    "make it with needs_lse_grad=True, or detach the LSE"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is the same for every kernel call of a layout.
+
+    Attributes:
+        provider: name of the kernel provider.
+        scale: of the scores.
+        softcap: 0 means none.
+        dropout: probability of dropping a weight.
+        deterministic: whether the backward must be.
+        lse_grad: whether gradients may arrive at the LSE.
+    """
+
+    provider: str
+    scale: float
+    softcap: float
+    dropout: float
+    deterministic: bool
+    lse_grad: bool
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Attention by the calls of ``sequences``.
+
+    Args:
+        q: ``[B, Hq, Q, D]``, FP16 or BF16.
+        k: ``[B, Hkv, K, D]``.
+        v: ``[B, Hkv, K, Dv]``.
+        sequences: what to call the kernel with.
+        settings: likewise.
+
+    Returns:
+        Output ``[B, Hq, Q, Dv]`` and FP32 LSE ``[B, Hq, Q]``; 0 and ``-inf`` in rows of no sequence.
+    """
+    s, how = sequences, settings
+    output, lse, _ = _Flash.apply(
+        q, k, v, s.calls, s.q_offsets, s.k_offsets, s.q_rows, s.q_slots, s.k_rows, s.distinct,
+        how.provider, how.scale, how.softcap, how.dropout, how.deterministic, how.lse_grad,
+    )  # fmt: skip
+    return output, lse
+
+
+def padded_width(head_dim: int, v_head_dim: int) -> int:
+    """The one width of q, k and v that the kernels take."""
+    return -(-max(head_dim, v_head_dim) // WIDTH_STEP) * WIDTH_STEP
+
+
+def width_with_lse_gradient(head_dim: int, v_head_dim: int) -> int:
+    """The same in a backward through the LSE, which needs one column that no value uses."""
+    width = padded_width(head_dim, v_head_dim)
+    return width if v_head_dim < width else width + WIDTH_STEP
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *inputs, _lse_grad = args
+        return (_forward_op if _must_be_opaque(args[0]) else _forward)(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        q, k, v, *sequences = inputs[:9]
+        ctx.save_for_backward(q, k, v, *output, *sequences)
+        *ctx.constants, ctx.lse_grad = inputs[9:]
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if grad_lse is not None and not ctx.lse_grad and not torch.compiler.is_compiling():
+            # A compiler asks for the gradient of every output it returns; there the right one is computed.
+            raise RuntimeError(_LSE_GRADIENT)
+        if grad is None and grad_lse is None:
+            return (None,) * 16
+        q, k, v, output, *others = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(output)
+        run = _backward_op if _must_be_opaque(q) else _backward
+        grads = run(grad, grad_lse, q, k, v, output, *others, *ctx.constants)
+        return (*grads, *(None,) * 13)
+
+
+def _must_be_opaque(x: Tensor) -> bool:
+    """Whether a compiler, a dispatch mode or a tensor subclass watches; otherwise the cost of an op is saved."""
+    return torch.compiler.is_compiling() or type(x) is not Tensor or _get_current_dispatch_mode() is not None
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    calls: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor | None,
+    q_rows: Tensor | None,
+    q_slots: Tensor | None,
+    k_rows: Tensor | None,
+    distinct: bool,
+    provider: str,
+    scale: float,
+    softcap: float,
+    dropout: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel, settings = providers.get(provider), (scale, softcap, dropout, deterministic)
+    width, v_width = padded_width(q.shape[3], v.shape[3]), v.shape[3]
+    tq, tk, tv = (tokens_of(x, fixed=q_offsets is None) for x in (q, k, v))
+    output = lse = None
+    if q_rows is not None:
+        output, lse = tq.new_zeros((*tq.shape[:2], v_width)), tq.new_full(tq.shape[:2], -torch.inf, dtype=torch.float32)
+    rng_states = [calls.new_empty((0, 2), device=q.device)]
+    for part in parts(calls, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings):
+        packed, packed_lse, rng_state = kernel.forward(
+            ready(part.queries(tq), width), ready(part.keys(tk), width), ready(part.keys(tv), width), part.call
+        )
+        output = part.put_queries(output, packed[..., :v_width])
+        lse = part.put_queries(lse, packed_lse.mT)
+        rng_states.append(rng_state[None])
+    assert output is not None
+    assert lse is not None
+    shape = q.shape[:3]
+    return whole(output.contiguous(), (*shape, v_width)), whole(lse, shape).contiguous(), torch.cat(rng_states)
+
+
+_forward_op = torch.library.custom_op(
+    "polyattn_fa2::forward", _forward, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+
+
+@_forward_op.register_fake
+def _(q: Tensor, _: Tensor, v: Tensor, calls: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
+    output = _token_by_token(q, (*q.shape[:3], v.shape[3]))
+    return output, q.new_empty(q.shape[:3], dtype=torch.float32), calls.new_empty((calls.shape[0], 2), device=q.device)
+
+
+def _backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    rng_states: Tensor,
+    calls: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor | None,
+    q_rows: Tensor | None,
+    q_slots: Tensor | None,
+    k_rows: Tensor | None,
+    distinct: bool,
+    provider: str,
+    scale: float,
+    softcap: float,
+    dropout: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel, settings = providers.get(provider), (scale, softcap, dropout, deterministic)
+    d, dv = q.shape[3], v.shape[3]
+    width = padded_width(d, dv) if grad_lse is None else width_with_lse_gradient(d, dv)
+    fixed = q_offsets is None
+    tq, tk, tv, tgrad, toutput, tlse = (tokens_of(x, fixed=fixed) for x in (q, k, v, grad, output, lse))
+    if grad_lse is not None:
+        # Flash backward forms delta = rowsum(dO * O) and needs delta - dLSE: one more column, with 1 in dO and -dLSE in
+        # O, adds exactly that, while zeros there in v leave dP as it is.
+        tdlse = tokens_of(grad_lse, fixed=fixed)
+        tgrad, toutput = with_column(tgrad, torch.ones_like(tdlse)), with_column(toutput, -tdlse)
+    grads: list[Tensor | None] = [None, None, None]
+    if q_rows is not None:
+        grads[0] = torch.zeros_like(tq)
+    if k_rows is not None:
+        dtype = q.dtype if distinct else torch.float32
+        grads[1:] = torch.zeros_like(tk, dtype=dtype), torch.zeros_like(tv, dtype=dtype)
+    walk = parts(calls, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings)
+    for part, rng_state in zip(walk, rng_states.unbind(), strict=True):
+        packed = kernel.backward(
+            ready(part.queries(tgrad), width),
+            ready(part.queries(tq), width),
+            ready(part.keys(tk), width),
+            ready(part.keys(tv), width),
+            ready(part.queries(toutput), width),
+            part.queries(tlse, torch.inf).mT.contiguous(),
+            rng_state,
+            part.call,
+        )
+        grads[0] = part.put_queries(grads[0], packed[0][..., :d])
+        grads[1] = part.put_keys(grads[1], packed[1][..., :d], distinct=distinct)
+        grads[2] = part.put_keys(grads[2], packed[2][..., :dv], distinct=distinct)
+    dq, dk, dvalue = (
+        whole(x.to(q.dtype).contiguous(), like.shape) for x, like in zip(grads, (q, k, v), strict=True) if x is not None
+    )
+    return dq, dk, dvalue
+
+
+_backward_op = torch.library.custom_op("polyattn_fa2::backward", _backward, mutates_args=())
+
+
+@_backward_op.register_fake
+def _(_: Tensor, __: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *___: object) -> tuple[Tensor, Tensor, Tensor]:
+    return _token_by_token(q, q.shape), _token_by_token(k, k.shape), _token_by_token(v, v.shape)
+
+
+def _token_by_token(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    b, h, s, x = shape
+    return like.new_empty(b, s, h, x).transpose(1, 2)

@@ -1,0 +1,120 @@
+"""Gathering tensors into the sequences of a kernel call, and scattering results back.
+
+*Tokens* are a tensor as the kernels see it: ``[B, S, H, X]`` in a fixed call, else ``[B * S, H, X]``; an LSE is
+``[B, S, H]`` or ``[B * S, H]``. Nothing here reads a value of a tensor on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from polyattn_fa2._sequences import Call
+from polyattn_fa2.providers import KernelCall
+
+
+class Part(NamedTuple):
+    """One kernel call, and which tokens take part.
+
+    Attributes:
+        call: of the kernel.
+        slots: queries, fillers included.
+        q_rows: int64, the token of each query; ``None``: all, in order.
+        q_slots: int64, the slot of each query; ``None``: no fillers.
+        k_rows: int64, the token of each key; ``None``: all, in order.
+    """
+
+    call: KernelCall
+    slots: int = 0
+    q_rows: Tensor | None = None
+    q_slots: Tensor | None = None
+    k_rows: Tensor | None = None
+
+    def queries(self, tokens: Tensor, fill: float = 0.0) -> Tensor:
+        """The tokens of the call's queries, ``fill`` in the slots of fillers."""
+        taken = tokens if self.q_rows is None else tokens.index_select(0, self.q_rows)
+        if self.q_slots is None:
+            return taken
+        return taken.new_full((self.slots, *taken.shape[1:]), fill).index_copy_(0, self.q_slots, taken)
+
+    def keys(self, tokens: Tensor) -> Tensor:
+        """The tokens of the call's keys."""
+        return tokens if self.k_rows is None else tokens.index_select(0, self.k_rows)
+
+    def put_queries(self, target: Tensor | None, packed: Tensor) -> Tensor:
+        """``target`` with the call's queries written; the packed tensor itself where it is the whole."""
+        if self.q_rows is None:
+            return packed
+        assert target is not None
+        real = packed if self.q_slots is None else packed.index_select(0, self.q_slots)
+        return target.index_copy_(0, self.q_rows, real)
+
+    def put_keys(self, target: Tensor | None, packed: Tensor, *, distinct: bool) -> Tensor:
+        """Likewise for keys, which add up where a key is in several sequences."""
+        if self.k_rows is None:
+            return packed
+        assert target is not None
+        if distinct:
+            return target.index_copy_(0, self.k_rows, packed)
+        return target.index_add_(0, self.k_rows, packed.to(target.dtype))
+
+
+def parts(
+    calls: Tensor,
+    q_offsets: Tensor | None,
+    k_offsets: Tensor | None,
+    q_rows: Tensor | None,
+    q_slots: Tensor | None,
+    k_rows: Tensor | None,
+    settings: tuple[float, float, float, bool],
+) -> Iterator[Part]:
+    """The calls of :class:`Sequences`, with ``scale, softcap, dropout, deterministic`` of every one."""
+    scale, softcap, dropout, deterministic = settings
+    at = at_query = at_key = 0
+    for row in calls.tolist():
+        one = Call(*row)
+        call = KernelCall(scale, one.left, one.right, softcap, dropout, deterministic)
+        if q_offsets is None or k_offsets is None:
+            yield Part(call)
+            continue
+        offsets = slice(at, at + one.sequences + 1)
+        call = call._replace(
+            q_offsets=q_offsets[offsets], k_offsets=k_offsets[offsets], max_q=one.max_q, max_k=one.max_k
+        )
+        queries, keys = slice(at_query, at_query + one.queries), slice(at_key, at_key + one.keys)
+        yield Part(
+            call,
+            one.slots,
+            None if q_rows is None else q_rows[queries],
+            None if q_slots is None else q_slots[queries],
+            None if k_rows is None else k_rows[keys],
+        )
+        at, at_query, at_key = offsets.stop, queries.stop, keys.stop
+
+
+def tokens_of(x: Tensor, *, fixed: bool) -> Tensor:
+    """``[B, H, S, ...]`` as tokens."""
+    tokens = x.transpose(1, 2)
+    return tokens if fixed else tokens.reshape(-1, *tokens.shape[2:])
+
+
+def whole(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Tokens as a tensor of ``shape`` ``[B, H, S, ...]``; in memory they stay token by token."""
+    b, h, s, *inner = shape
+    return tokens.reshape(b, s, h, *inner).transpose(1, 2)
+
+
+def ready(x: Tensor, width: int) -> Tensor:
+    """``x`` of the width that the kernel wants, its last dimension contiguous."""
+    if x.shape[-1] < width:
+        return functional.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def with_column(x: Tensor, column: Tensor) -> Tensor:
+    """``x`` ``[..., X]`` with one more column behind its own."""
+    return torch.cat([x, column.unsqueeze(-1).to(x.dtype)], -1)

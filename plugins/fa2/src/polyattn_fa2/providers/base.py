@@ -1,0 +1,189 @@
+"""What a kernel provider is: a package that brings FlashAttention-2 kernels, and what it can and cannot do.
+
+Nothing here imports the package before it is asked whether it can run.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import importlib.util
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn import AttentionRequest, Reason
+
+#: Widest head that the kernels take, and the number that a width must be a multiple of.
+MAX_WIDTH, WIDTH_STEP = 256, 8
+#: Compute capability of the oldest GPU with kernels (Ampere).
+MIN_CAPABILITY = (8, 0)
+NOT_INSTALLED = "kernel_not_installed"
+FLASH_ATTN_INSTALL = "pip install --no-build-isolation 'polyattn-fa2[flash-attn]'"
+
+Forward = tuple[Tensor, Tensor, Tensor]
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class KernelCall(NamedTuple):
+    """Everything but q, k and v of one kernel call.
+
+    A *fixed* call has tensors ``[B, S, H, D]`` and no offsets. A call over *sequences* has tensors ``[tokens, H, D]``,
+    in which sequence ``i`` is rows ``offsets[i] .. offsets[i + 1] - 1``. Query i of a sequence of Q queries and K keys
+    stands at position ``i + K - Q`` among the keys.
+
+    Attributes:
+        scale: of the scores.
+        left: how many keys before its position a query sees; -1: all.
+        right: how many keys after its position a query sees; -1: all.
+        softcap: 0 means none.
+        dropout: probability of dropping a weight.
+        deterministic: whether the backward must be.
+        q_offsets: int32 ``[N + 1]`` on the device, or ``None`` in a fixed call.
+        k_offsets: likewise.
+        max_q: the longest sequence of queries.
+        max_k: at least the longest sequence of keys.
+    """
+
+    scale: float
+    left: int
+    right: int
+    softcap: float
+    dropout: float
+    deterministic: bool
+    q_offsets: Tensor | None = None
+    k_offsets: Tensor | None = None
+    max_q: int = 0
+    max_k: int = 0
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees a key after its position."""
+        return self.right == 0
+
+
+class Provider(abc.ABC):
+    """One source of kernels. Subclass it to add another, or to stand in for one in a test.
+
+    Attributes:
+        name: as in ``Options.provider``.
+        package: what is imported, for messages.
+        module: the module with the kernels.
+        needs: the versions that work, for messages.
+        install: what to do when it is absent.
+        devices: device types that the kernels run on.
+        fixed: whether it also takes fixed calls.
+        lacks: features of the backend that this provider does not have.
+    """
+
+    name: ClassVar[str]
+    package: ClassVar[str]
+    module: ClassVar[str]
+    needs: ClassVar[str]
+    install: ClassVar[str]
+    devices: tuple[str, ...] = ("cuda",)
+    fixed: ClassVar[bool] = False
+    lacks: ClassVar[frozenset[str]] = frozenset()
+
+    def load(self) -> Any:
+        """The module with the kernels, imported when it is first needed."""
+        return importlib.import_module(self.module)
+
+    def installed(self) -> bool:
+        """Whether the package is there; does not import it."""
+        return importlib.util.find_spec(self.package) is not None
+
+    def reasons(self, device: torch.device) -> tuple[Reason, ...]:
+        """Why nothing can run on ``device``; empty when it can.
+
+        The kernels are not imported for a device that they do not run on.
+        """
+        if device.type not in self.devices:
+            wanted = " or ".join(self.devices)
+            hint = f"move q, k and v to {wanted}, or use another backend"
+            unfit = Reason("device_type", "device", str(device), f"a {wanted} device", hint)
+            return (unfit,) if self.installed() else (unfit, self._not_installed())
+        return (*_gpu_reasons(device), *self._kernel_reasons())
+
+    def limits(self, request: AttentionRequest, *, deterministic: bool) -> tuple[Reason, ...]:
+        """Why a request is refused although the kernels run."""
+        return tuple(
+            Reason(
+                f"{self.name}_has_no_{feature}",
+                feature,
+                got,
+                f"a provider with {feature}, which {self.name} is not",
+                f"use the provider flash_attn ({FLASH_ATTN_INSTALL}), or another backend",
+            )
+            for feature, got, asked in (
+                ("softcap", f"softcap {request.softcap}", request.softcap is not None),
+                ("dropout", f"dropout_p {request.dropout} in training", request.dropout > 0),
+            )
+            if asked and feature in self.lacks
+        )
+
+    @abc.abstractmethod
+    def version_problem(self, module: Any) -> str:
+        """What is wrong with the version of a module that imported; empty when nothing is."""
+
+    @abc.abstractmethod
+    def title(self) -> str:
+        """Name and version."""
+
+    @abc.abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Forward:
+        """Output, FP32 natural-log LSE (``[B, Hq, Q]`` or ``[Hq, tokens]``), and the dropout's state, int64 ``[2]``."""
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        rng_state: Tensor,
+        call: KernelCall,
+    ) -> Grads:
+        """Gradients into q, k and v; the kernel forms ``rowsum(grad * output)`` from the tensors that it is given."""
+
+    def _kernel_reasons(self) -> tuple[Reason, ...]:
+        try:
+            problem = self.version_problem(self.load())
+        except Exception as error:  # noqa: BLE001 - whatever an import raises is told to the user as it is
+            if isinstance(error, ModuleNotFoundError) and error.name == self.package:
+                return (self._not_installed(),)
+            return (
+                Reason(
+                    "kernel_broken",
+                    "kernel",
+                    f"{self.package}, whose import raises {type(error).__name__}: {error}",
+                    f"{self.needs} that imports",
+                    "reinstall it for the installed torch and CUDA, or set the option provider to another one",
+                ),
+            )
+        if problem:
+            return (Reason("kernel_version", "kernel", problem, self.needs, self.install),)
+        return ()
+
+    def _not_installed(self) -> Reason:
+        return Reason(NOT_INSTALLED, "kernel", f"{self.package} is not installed", self.needs, self.install)
+
+
+def _gpu_reasons(device: torch.device) -> tuple[Reason, ...]:
+    if device.type != "cuda":
+        return ()
+    if not torch.cuda.is_available():
+        hint = "check the driver and that torch was installed with CUDA (torch.cuda.is_available() is False)"
+        return (Reason("no_gpu", "device", f"{device} without a GPU that torch can use", "a CUDA GPU", hint),)
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        got = f"{torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}"
+        return (
+            Reason(
+                "compute_capability", "device", got, "compute capability 8.0 (Ampere) or newer", "use another backend"
+            ),
+        )
+    return ()
