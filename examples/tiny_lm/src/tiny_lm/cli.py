@@ -123,7 +123,7 @@ def train_command(
 @out_option
 def demo_command(config_path: Path, out: Path) -> None:
     """Train CONFIG with eager and with sdpa, each in a process of its own, and compare the loss curves."""
-    config.load(config_path)  # a mistake is reported once, here
+    Run(config.load(config_path))  # a mistake is reported once, here
     reports = []
     for backend in ("eager", "sdpa"):
         with interruptible() as stop:

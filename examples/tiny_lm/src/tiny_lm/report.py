@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,8 @@ class Report:
 
 
 def largest_difference(reports: Sequence[Report]) -> float:
-    """The largest difference between two loss curves at the same step."""
-    first, second = (report.losses for report in reports)
-    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+    """The largest difference between two loss curves at the same step; NaN when either curve holds one."""
+    return max(_differences(reports), key=lambda difference: math.inf if math.isnan(difference) else difference)
 
 
 def table(reports: Sequence[Report]) -> Table:
@@ -76,11 +76,15 @@ def plot(reports: Sequence[Report], path: Path) -> None:
         curves.plot(report.losses, style, label=f"{report.backend} ({report.distribution})")
     curves.set_ylabel("loss (nats per byte)")
     curves.legend()
-    first, second = (report.losses for report in reports)
-    difference.plot([abs(a - b) for a, b in zip(first, second, strict=True)], color="black")
+    difference.plot(_differences(reports), color="black")
     difference.axhline(LIMIT, color="red", linestyle=":")
     difference.set_yscale("log")
     difference.set_ylabel("difference")
     difference.set_xlabel("step")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _differences(reports: Sequence[Report]) -> list[float]:
+    first, second = (report.losses for report in reports)
+    return [abs(a - b) for a, b in zip(first, second, strict=True)]
