@@ -334,6 +334,11 @@ def test_the_command_line_survives_everything_at_once(hostile, run_python):
     assert shown["malformed", "malformed-dist"]["status"] == shown["FA", "illegal-dist"]["status"] == "broken"
 
 
+def test_a_conflict_is_told_once_in_a_listing(hostile, run_python):
+    said = run_python(["-m", "polyattn", "list"], path=[hostile]).stdout
+    assert said.count("2 plugins claim the backend name 'contested'") == 1
+
+
 def test_doctor_shows_every_fault_with_distribution_version_and_cause(hostile, run_python):
     done = run_python(["-m", "polyattn", "doctor", "--json"], path=[hostile], status=1)
     report = json.loads(done.stdout)

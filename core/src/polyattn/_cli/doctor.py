@@ -6,6 +6,7 @@ import importlib.util
 import json
 import platform
 import sys
+import textwrap
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
@@ -133,7 +134,7 @@ def _print(report: dict[str, Any]) -> None:
             for reason in reasons:
                 click.echo(f"  not on {kind}: {reason}")
         if finding["error"]:
-            click.echo(f"  {finding['status']}: {finding['error']}")
+            click.echo(textwrap.indent(f"{finding['status']}: {finding['error']}", "  "))
     for problem in report["problems"]:
         click.echo(f"problem: {problem}")
 
