@@ -130,7 +130,7 @@ def _runs(
     if positions is not None:
         before, after = positions.narrow(0, span.start, size)[:-1], positions.narrow(0, span.start, size)[1:]
         cut |= (after != before + 1) | (after < before)  # the largest number plus 1 wraps to the least
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), cut.nonzero()[:, 0] + 1]) + span.start
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), cut.nonzero()[:, 0] + 1]) + span.start
     at = starts.tolist()
     place = [start + offset for start in at] if positions is None else positions[starts].tolist()
     segment = [0] * len(at) if segments is None else segments[starts].tolist()

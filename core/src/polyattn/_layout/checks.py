@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ def read(name: str, value: Tensor, *, validate: bool) -> Copied:
 
 def ints(name: str, values: object) -> list[int]:
     """A sequence of ints as a list; anything that counts as an int but a bool is one."""
-    items = list(values) if isinstance(values, Iterable) else [None]
+    items: list[Any] = list(values) if isinstance(values, Iterable) else [None]
     numbers = [x.__index__() for x in items if hasattr(x, "__index__") and not isinstance(x, bool)]
     if len(numbers) != len(items):
         raise LayoutError(f"{name} must be ints or an integer tensor, got {values!r}")

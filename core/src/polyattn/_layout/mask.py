@@ -245,7 +245,12 @@ class MaskLayout(LayoutBase):
         the result serves every batch row or head.
         """
         check_mod(mask_mod)
-        return cls(q_len, kv_len, batch, heads, visibility=mask_mod, active_queries=active_queries)
+        layout = cls(q_len, kv_len, batch, heads, visibility=mask_mod)
+        if active_queries is None:
+            return layout
+        check_bool("active_queries", active_queries, "[B|1, Q]", (2,))
+        wide = layout.expand(active_queries.shape[0]) if batch == 1 else layout
+        return cls(q_len, kv_len, wide.batch, heads, wide.visibility, active_queries)
 
     @classmethod
     def _structured(

@@ -62,7 +62,7 @@ def cells(layout: LayoutBase, batch: int, head: int, size: int) -> Tensor:
         if not 0 <= index < count:
             raise LayoutError(f"{name} must lie in 0 .. {count - 1}, got {index}")
     bounds = _bounds(layout.q_len, size)
-    parts = [torch.zeros(0, len(_bounds(layout.kv_len, size)))]
+    parts = [torch.zeros(0, len(_bounds(layout.kv_len, size)), device="cpu")]
     for start, stop in bounds:
         rows = layout.dense_rows(start, stop)
         row = rows[batch % rows.shape[0], head % rows.shape[1]].float().mean(0).cpu()

@@ -1,0 +1,234 @@
+"""Layouts under compile, export, vmap, pickling, on devices without data, and within bounded memory."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from polyattn._errors import LayoutError
+from polyattn._layout import MaskLayout, StructuredMask, base
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+
+
+def causal_mod(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def active(*shape):
+    return torch.arange(shape[0] * shape[1]).reshape(shape) % 3 != 1
+
+
+LAYOUTS = {
+    "full": MaskLayout.full(20, 24),
+    "causal window": MaskLayout.causal(20, 24, window=7),
+    "padded": MaskLayout.padded(lengths=[24, 5], kv_len=24, q_len=20),
+    "packed": MaskLayout.packed([[20, 4], [10, 14]]).select_queries(slice(4, None)),
+    "prefix": MaskLayout.prefix_lm([7, 0], 20, 24),
+    "chunked": MaskLayout.chunked(6, 20, 24),
+    "positions": MaskLayout.causal(24, window=5).select_queries([3, 1, 23]).select_keys([0, 22, 23]),
+    "dense": MaskLayout.dense(torch.arange(2 * 3 * 20 * 24).reshape(2, 3, 20, 24) % 5 < 2),
+    "mask_mod": MaskLayout.from_mod(causal_mod, q_len=20, kv_len=24),
+    "mask_mod of parts": MaskLayout.from_mod(causal_mod, q_len=20, kv_len=24).select_queries([3, 19])
+    & MaskLayout.full(2, 24),
+    "inactive": MaskLayout.causal(20, 24, active_queries=active(2, 20)),
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+@every_layout
+def test_the_mask_mod_builds_a_block_mask_and_the_same_dense_mask(layout):
+    sizes = (layout.batch, layout.heads, layout.q_len, layout.kv_len)
+    mask = create_mask(layout.to_mask_mod(), *sizes, device="cpu")
+    assert torch.equal(mask, layout.to_dense().expand(sizes))
+    blocks = create_block_mask(layout.to_mask_mod(), *sizes, device="cpu", BLOCK_SIZE=8)
+    assert torch.equal(blocks.to_dense().bool().any((-1, -2)), mask.any((-1, -2)))
+
+
+@every_layout
+def test_a_layout_pickles_and_copies(layout):
+    for twin in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), copy.copy(layout)):
+        assert torch.equal(twin.to_dense(), layout.to_dense())
+        assert torch.equal(twin.rows_without_keys(), layout.rows_without_keys())
+        assert (twin.to_blocks() is None) == (layout.to_blocks() is None)
+
+
+def test_a_layout_whose_mask_mod_cannot_pickle_says_so_and_still_copies():
+    layout = MaskLayout.from_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, q_len=2, kv_len=2)
+    with pytest.raises(LayoutError, match=r"mask_mod must pickle to pickle its layout, got .*top level of a module"):
+        pickle.dumps({"layout": layout})
+    assert torch.equal(copy.deepcopy(layout).to_dense(), layout.to_dense())
+
+
+@every_layout
+def test_rows_in_blocks_equal_the_whole(layout, monkeypatch):
+    whole, dead, unseen = layout.to_dense(), ~layout.to_dense().any(-1), ~layout.to_dense().any(-2)
+    monkeypatch.setattr(base, "ROW_BLOCK", 3 * layout.batch * layout.heads * layout.kv_len)
+    assert torch.equal(layout.to_dense(), whole)
+    assert torch.equal(layout.rows_without_keys().expand(dead.shape), dead)
+    assert torch.equal(layout.unseen_keys().expand(unseen.shape), unseen)
+    assert torch.equal(layout.dense_rows(1, 2), whole[:, :, 1:2])
+
+
+@pytest.mark.parametrize("name", ["causal window", "packed", "mask_mod of parts"])
+def test_layouts_are_inputs_of_compiled_functions(name):
+    layout = LAYOUTS[name]
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def masked(x, layout):
+        return x.masked_fill(~layout.to_dense(), 0), layout.rows_without_keys(), layout.unseen_keys()
+
+    x = torch.ones(layout.q_len, layout.kv_len)
+    result = masked(x, layout)
+    assert torch.equal(result[0].bool(), layout.to_dense())
+    dead, unseen = layout.rows_without_keys(), layout.unseen_keys()
+    assert torch.equal(result[1].expand(dead.shape), dead)
+    assert torch.equal(result[2].expand(unseen.shape), unseen)
+
+
+def test_other_documents_do_not_compile_again():
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def rows(layout):
+        return layout.to_dense(), layout.to_blocks().sum(0)
+
+    for lengths in ([3, 5], [1, 1, 6], [8], [2, 2, 2, 2], [4, 4]):
+        rows(MaskLayout.packed(lengths))
+    assert counter.frame_count <= 2
+
+
+def test_layouts_are_made_and_combined_inside_compiled_functions():
+    def combined(ids):
+        packed = MaskLayout.packed(document_ids=ids, validate=False)
+        layout = packed.with_window(2) & MaskLayout.causal(ids.shape[1])
+        return layout.select_queries(slice(2, None)).to_dense()
+
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    assert torch.equal(torch.compile(combined, fullgraph=True, backend="eager")(ids), combined(ids))
+
+
+def test_narrowing_in_a_compiled_function_keeps_the_blocks():
+    layout = MaskLayout.packed([4, 4])
+    table = torch.compile(lambda layout: layout.with_window(2).to_blocks() + 0, fullgraph=True, backend="eager")(layout)
+    assert torch.equal(table, layout.to_blocks())
+
+
+class Masks(torch.nn.Module):
+    def forward(self, ids, valid):
+        packed = MaskLayout.packed(document_ids=ids, validate=False)
+        padded = MaskLayout.padded(valid, window=3, validate=False)
+        return (packed & padded).to_dense(), packed.rows_without_keys(), padded.unseen_keys()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_constructors_are_exported_with_symbolic_lengths(strict):
+    size = torch.export.Dim("size", min=2, max=64)
+    program = torch.export.export(
+        Masks(),
+        (torch.tensor([[0, 0, 1, 1]]), torch.ones(1, 4, dtype=torch.bool)),
+        dynamic_shapes={"ids": {1: size}, "valid": {1: size}},
+        strict=strict,
+    )
+    inputs = torch.tensor([[0, 0, 0, 1, 1, 1]]), torch.tensor([[False, True, True, True, True, False]])
+    for exported, direct in zip(program.module()(*inputs), Masks()(*inputs), strict=True):
+        assert torch.equal(exported, direct.expand(exported.shape))
+
+
+def test_values_on_a_device_without_data_are_never_read():
+    positions = torch.zeros(2, 6, dtype=torch.int64, device="meta")
+    mask = StructuredMask(causal=True, window=3, q_positions=positions, kv_positions=positions)
+    layout = MaskLayout(q_len=6, kv_len=6, visibility=mask, active_queries=positions > 0)
+    assert layout.to_blocks() is None
+    for result in (
+        layout.to_dense(),
+        layout.rows_without_keys(),
+        layout.unseen_keys(),
+        layout.with_window(2).select_queries(slice(1, 4)).select_keys([0, 5]).to_dense(),
+        (layout & MaskLayout.causal(6)).to_dense(device="meta"),
+        MaskLayout.packed(torch.zeros(2, device="meta", dtype=torch.int32), kv_len=6, validate=False).to_dense(),
+    ):
+        assert result.device.type == "meta"
+
+
+def test_blocks_stay_on_the_host_when_a_layout_moves():
+    layout = MaskLayout.packed([3, 3])
+    moved = layout.to("meta")
+    assert moved.device == torch.device("meta")
+    assert moved.to_blocks() is layout.to_blocks()
+    assert not moved.may_have_dead_rows
+    assert moved.with_window(1).to_blocks()[1:].tolist() == layout.with_window(1).to_blocks()[1:].tolist()
+    assert moved.rows_without_keys().device.type == "meta"
+
+
+def test_a_layout_without_tensors_serves_every_device():
+    layout = MaskLayout.causal(4)
+    assert layout.device is None
+    assert layout.to("meta") is layout
+    assert layout.to_dense("meta").device.type == "meta"
+
+
+def test_layouts_keep_the_default_device_and_dtype_out():
+    with torch.device("meta"):
+        layout = MaskLayout.packed([2, 2], window=1)
+        assert layout.device == torch.device("cpu")
+        assert layout.to_blocks()[1:, 1:3].tolist() == [[0, 2], [2, 4]]
+        assert layout.to_dense().device.type == "cpu"
+        assert not layout.rows_without_keys().any()
+        assert not layout.unseen_keys().any()
+        assert MaskLayout.causal(2).draw() == "#.\n##"
+
+
+def test_layouts_compare_by_identity_and_never_change():
+    layout = MaskLayout.packed([2, 2])
+    assert layout != MaskLayout.packed([2, 2])
+    assert {layout: 1}[layout] == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.q_len = 3
+    assert dataclasses.replace(layout, active_queries=torch.tensor([[True, True, False, False]])).may_have_dead_rows
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest integer tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor) and value.dtype in {torch.int32, torch.int64} and not func.is_view:
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("form", ["structured", "mask_mod"])
+def test_no_integer_temporary_is_as_large_as_the_mask(form, monkeypatch):
+    monkeypatch.setattr(base, "ROW_BLOCK", 2**14)
+    size = 512
+    if form == "structured":
+        positions = torch.arange(size)[None]
+        mask = StructuredMask(causal=True, window=100, chunk_size=300, q_positions=positions, kv_positions=positions)
+        layout = MaskLayout(q_len=size, kv_len=size, visibility=mask)
+    else:
+        layout = MaskLayout.from_mod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % 3 == 0, q_len=size, kv_len=size)
+    with Largest() as largest:
+        layout.to_dense()
+    assert 0 < largest.elements <= 2**14
+
+
+def test_dead_rows_and_unseen_keys_of_a_structure_are_linear():
+    layout = MaskLayout.causal(100_000, window=512)
+    with Largest() as largest:
+        assert not layout.rows_without_keys().any()
+        assert not layout.unseen_keys().any()
+    assert largest.elements <= 1_000_000
