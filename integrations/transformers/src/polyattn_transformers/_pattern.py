@@ -1,0 +1,161 @@
+"""Reading the mask functions of transformers.
+
+transformers describes a mask by a closure ``(batch, head, query, key) -> Bool`` over absolute indices, put together by
+the factories of ``masking_utils``. A closure of a known factory is recognised by its code object, and its parameters
+are read from its cells; every other function stays a function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils as hf
+
+MaskFunction = Callable[..., Any]
+Term = tuple[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pattern:
+    """What a mask function says; every condition that is given must hold.
+
+    Attributes:
+        function: the whole mask function.
+        causal: a query sees no later key, except those of its own block.
+        window: ``|q - k| < window``.
+        chunk: size of the chunks, and ``Int[B]``, where the first chunk of each row starts.
+        valid: ``Bool[B, K]`` tensors over absolute key indices.
+        documents: ``Int[B, L]`` over absolute indices; query and key must be of one document.
+        blocks: ``Int[B, L]`` over absolute indices; tokens with one number >= 0 see each other. Comes with ``causal``.
+        opaque: functions that are not recognised.
+    """
+
+    function: MaskFunction
+    causal: bool = False
+    window: int | None = None
+    chunk: tuple[int, Tensor] | None = None
+    valid: tuple[Tensor, ...] = ()
+    documents: Tensor | None = None
+    blocks: Tensor | None = None
+    opaque: tuple[MaskFunction, ...] = ()
+
+    @classmethod
+    def unread(cls, function: MaskFunction) -> Pattern:
+        """The pattern that says no more than the function itself."""
+        return cls(function, opaque=(function,))
+
+
+def read_pattern(function: MaskFunction) -> Pattern:
+    """Take a mask function apart as far as it is made of transformers' own factories."""
+    terms = list(_terms(function))
+    found: dict[str, list[Any]] = {}
+    for kind, value in terms:
+        found.setdefault(kind, []).append(value)
+    causal = "causal" in found
+    windows = found.get("within", [])
+    # The causal window is one-sided: only together with the causal rule is it a rule about distance.
+    if "behind" in found:
+        if not causal:
+            return Pattern.unread(function)
+        windows = windows + found["behind"]
+    if any(len(found.get(kind, ())) > 1 for kind in ("chunk", "documents", "blocks")):
+        return Pattern.unread(function)
+    if "blocks" in found and (windows or "chunk" in found):
+        return Pattern.unread(function)
+    return Pattern(
+        function,
+        causal=causal,
+        window=min(windows, default=None),
+        chunk=found.get("chunk", [None])[0],
+        valid=tuple(found.get("valid", ())),
+        documents=found.get("documents", [None])[0],
+        blocks=found.get("blocks", [None])[0],
+        opaque=tuple(found.get("opaque", ())),
+    )
+
+
+def _terms(function: MaskFunction) -> Iterator[Term]:
+    """The conditions whose conjunction ``function`` is."""
+    if function is hf.causal_mask_function:
+        yield "causal", True
+        return
+    if function is hf.bidirectional_mask_function:
+        return
+    code = getattr(function, "__code__", None)
+    if code is _AND:
+        for part in _cells(function)["mask_functions"]:
+            yield from _terms(part)
+    elif code is _OR:
+        yield from _union(function)
+    else:
+        yield _leaf(function, code) or ("opaque", function)
+
+
+def _leaf(function: MaskFunction, code: CodeType | None) -> Term | None:
+    for known, read in _LEAVES:
+        if code is known:
+            return read(_cells(function))
+    return None
+
+
+def _union(function: MaskFunction) -> Iterator[Term]:
+    """``causal | same block`` is a causal rule over blocks; no other union is structured."""
+    parts = _cells(function)["mask_functions"]
+    if len(parts) == 2 and getattr(parts[1], "__code__", None) is _BLOCKS:
+        terms = list(_terms(parts[0]))
+        kinds = [kind for kind, _ in terms]
+        if "causal" in kinds and all(kind in ("causal", "documents") for kind in kinds):
+            yield from terms
+            yield "blocks", _cells(parts[1])["block_sequence_ids"]
+            return
+    yield "opaque", function
+
+
+def _cells(function: MaskFunction) -> dict[str, Any]:
+    closure: Any = function.__closure__  # type: ignore[attr-defined]
+    names = function.__code__.co_freevars  # type: ignore[attr-defined]
+    return {name: cell.cell_contents for name, cell in zip(names, closure, strict=True)}
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+def _behind(cells: dict[str, Any]) -> Term | None:
+    size = cells["sliding_window"]
+    return ("behind", size) if _positive(size) else None
+
+
+def _within(cells: dict[str, Any]) -> Term | None:
+    size = cells["sliding_window"]  # inclusive: distance <= size
+    return ("within", size + 1) if isinstance(size, int) and size >= 0 else None
+
+
+def _chunk(cells: dict[str, Any]) -> Term | None:
+    size, start = cells["chunk_size"], cells["left_padding"]
+    return ("chunk", (size, start)) if _positive(size) else None
+
+
+def _code(factory: Callable[..., Any], *arguments: Any) -> CodeType:
+    """The code object that every function made by ``factory`` shares."""
+    code: CodeType = factory(*arguments).__code__
+    return code
+
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+_AND = _code(hf.and_masks, hf.causal_mask_function)
+_OR = _code(hf.or_masks, hf.causal_mask_function)
+_BLOCKS = _code(hf.blockwise_overlay, _NONE)
+# Pairs and no dict: torch.compile cannot guard an entry whose key is a code object.
+_LEAVES: tuple[tuple[CodeType, Callable[[dict[str, Any]], Term | None]], ...] = (
+    (_code(hf.sliding_window_overlay, 1), _behind),
+    (_code(hf.sliding_window_bidirectional_overlay, 1), _within),
+    (_code(hf.chunked_overlay, 1, _NONE), _chunk),
+    (_code(hf.padding_mask_function, _NONE), lambda cells: ("valid", cells["padding_mask"])),
+    (_code(hf.packed_sequence_mask_function, _NONE), lambda cells: ("documents", cells["packed_sequence_mask"])),
+)
