@@ -71,6 +71,7 @@ BAD_CONFIGS = {
         {"data": {"rows": 2, "row_lenght": 9}},
         ["data.row_lenght", "data.row_length is missing"],
     ),
+    "attention in a section of its own": ({"attention": {"attn_backend": "eager"}}, ["attention is unknown"]),
     "wrong type": ({"steps": "many"}, ["steps must be a whole number of at least 1, got 'many'"]),
     "a number that YAML reads as text": (
         {"optimiser": {"learning_rate": "1e-3"}},

@@ -129,7 +129,7 @@ def demo_command(config_path: Path, out: Path) -> None:
         with interruptible() as stop:
             status = _train_in_process(config_path, backend, out / backend)
         if status or stop.is_set():
-            raise SystemExit(status or INTERRUPTED)
+            raise SystemExit(INTERRUPTED if stop.is_set() else status)
         reports.append(report.Report.read(out / backend))
     console = Console()
     console.print(report.table(reports))

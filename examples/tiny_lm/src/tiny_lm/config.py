@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,13 +88,15 @@ def load(path: Path, *, attn_backend: str | None = None, steps: int | None = Non
     content |= {key: value for key, value in given.items() if value is not None}
 
     attention_keys = [field.name for field in dataclasses.fields(AttentionConfig) if field.init]
-    content["attention"] = {key: content.pop(key) for key in attention_keys if key in content}
-    return _section(RunConfig, content, "", also_known=attention_keys)
+    attention = {key: content.pop(key) for key in attention_keys if key in content}
+    return _section(RunConfig, content, "", attention_keys, attention=lambda: AttentionConfig.from_dict(attention))
 
 
-def _section(kind: type[Section], content: Any, where: str, also_known: Sequence[str] = ()) -> Section:
-    """Build a dataclass from a mapping."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+def _section(
+    kind: type[Section], content: Any, where: str, also_known: Sequence[str] = (), **built: Callable[[], Any]
+) -> Section:
+    """Build a dataclass from a mapping; ``built`` makes the fields that do not stand in the mapping."""
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in built}  # type: ignore[arg-type]
     if not isinstance(content, dict):
         raise ConfigError(f"{where.rstrip('.')} must be a mapping of {', '.join(fields)}, got {content!r}")
     known = [*also_known, *fields]
@@ -105,16 +108,16 @@ def _section(kind: type[Section], content: Any, where: str, also_known: Sequence
             if field.default is dataclasses.MISSING:
                 problems.append(f"{where}{name} is missing")
         elif dataclasses.is_dataclass(hints[name]):
-            try:
-                if hints[name] is AttentionConfig:
-                    values[name] = AttentionConfig.from_dict(content[name])
-                else:
-                    values[name] = _section(typing.cast("type[Any]", hints[name]), content[name], f"{where}{name}.")
-            except PolyattnError as error:
-                problems.append(str(error))
+            section = typing.cast("type[Any]", hints[name])
+            built[name] = functools.partial(_section, section, content[name], f"{where}{name}.")
         else:
             values[name] = content[name]
             problems += _wrong(f"{where}{name}", content[name], hints[name], **field.metadata)
+    for name, build in built.items():
+        try:
+            values[name] = build()
+        except PolyattnError as error:
+            problems.append(str(error))
     if problems:
         raise ConfigError("; ".join(problems))
     return kind(**values)
