@@ -1,0 +1,212 @@
+"""One attention call as data, and how to run it: the unit that every check of the kit is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from polyattn._backend import AttentionResult
+from polyattn._layout import MaskLayout
+from polyattn._request import AttentionRequest
+
+Call = Callable[..., AttentionResult]
+#: What a tensor's gradient is called among the results.
+GRADIENT = "gradient of {}"
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """What is asked of one call.
+
+    Attributes:
+        grad: gradients into every tensor of the case.
+        lse: the log-sum-exp.
+        lse_grad: gradients through it as well.
+    """
+
+    grad: bool = False
+    lse: bool = False
+    lse_grad: bool = False
+
+    def __str__(self) -> str:
+        lse = "output and LSE" if self.lse else "output"
+        if not self.grad:
+            return f"{lse} without gradients"
+        return f"gradients of {lse}" if self.lse_grad or not self.lse else "gradients of the output, LSE returned"
+
+
+INFER = Mode()
+INFER_LSE = Mode(lse=True)
+TRAIN = Mode(grad=True)
+TRAIN_LSE = Mode(grad=True, lse=True, lse_grad=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Case:
+    """Tensors, mask and scalars of one call, with the gradients that come back into its results.
+
+    Attributes:
+        layout: the mask.
+        q: ``[B, Hq, Q, D]``.
+        k: ``[B, Hkv, K, D]``.
+        v: ``[B, Hkv, K, Dv]``.
+        grad_output: ``[B, Hq, Q, Dv]``, incoming gradient of the output.
+        grad_lse: ``[B, Hq, Q]``, incoming gradient of the LSE.
+        bias: as given to ``attend``.
+        sinks: as given to ``attend``.
+        scale: as in the request.
+        softcap: as in the request.
+        leaves: names of the tensors whose gradients are asked for in modes with gradients.
+    """
+
+    layout: MaskLayout
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_output: Tensor
+    grad_lse: Tensor
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    leaves: tuple[str, ...] = DIFFERENTIABLE
+
+    def request(self, mode: Mode, **changes: object) -> AttentionRequest:
+        """The request of this call in ``mode``; ``changes`` replace its attributes."""
+        with_bias_grad = mode.grad and self.bias is not None and "bias" in self.leaves
+        request = AttentionRequest.of(
+            self.q,
+            self.k,
+            self.v,
+            bias=self.bias,
+            sinks=self.sinks,
+            scale=self.scale,
+            softcap=self.softcap,
+            needs_grad=mode.grad,
+            needs_bias_grad=with_bias_grad,
+            needs_lse=mode.lse,
+            needs_lse_grad=mode.lse_grad,
+        )
+        return dataclasses.replace(request, **changes) if changes else request  # type: ignore[arg-type]
+
+    @property
+    def visible(self) -> Tensor:
+        """``Bool[B|1, H|1, Q, K]`` from the layout."""
+        return self.layout.to_dense(self.q.device)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name} {list(x.shape)}" for name, x in self.tensors().items())
+        scalars = f"scale {self.scale}, softcap {self.softcap}, gradients of {', '.join(self.leaves)}"
+        return f"<{sizes}, {self.q.dtype}, {scalars}, {self.layout.describe()}>"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The inputs that are there, by name."""
+        named = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias, "sinks": self.sinks}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def change(self, **changes: object) -> Case:
+        """The case with some attributes replaced."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """The case with q, k, v and the output's gradient in ``dtype``."""
+        return self.change(
+            q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype), grad_output=self.grad_output.to(dtype)
+        )
+
+
+def make_case(
+    layout: MaskLayout,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    batch: int = 2,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    head_dim: int = 8,
+    v_head_dim: int | None = None,
+    seed: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: tuple[int, ...] | None = None,
+    sinks: bool = False,
+) -> Case:
+    """A case with standard normal tensors.
+
+    Args:
+        layout: its batch and heads, where above 1, win over ``batch`` and ``heads``.
+        dtype: of q, k, v, bias and sinks.
+        device: of everything.
+        batch: B.
+        heads: Hq.
+        kv_heads: Hkv; ``None`` means Hq.
+        head_dim: D.
+        v_head_dim: Dv; ``None`` means D.
+        seed: of the random numbers, which are the same on every device and in every dtype up to rounding.
+        scale: as in the request.
+        softcap: as in the request.
+        bias: shape of a random bias, or ``None`` for no bias.
+        sinks: whether there are random sink logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    batch = layout.batch if layout.batch > 1 else batch
+    heads = layout.heads if layout.heads > 1 else heads
+    kv_heads = heads if kv_heads is None else kv_heads
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    return Case(
+        layout=layout.to(torch.device(device)),
+        q=normal(batch, heads, layout.q_len, head_dim),
+        k=normal(batch, kv_heads, layout.kv_len, head_dim),
+        v=normal(batch, kv_heads, layout.kv_len, v_head_dim),
+        grad_output=normal(batch, heads, layout.q_len, v_head_dim),
+        grad_lse=normal(batch, heads, layout.q_len).to(torch.promote_types(dtype, torch.float32)),
+        bias=None if bias is None else normal(*bias),
+        sinks=normal(heads) if sinks else None,
+        scale=scale,
+        softcap=softcap,
+    )
+
+
+def evaluate(call: Call, case: Case, mode: Mode) -> dict[str, Tensor]:
+    """Run ``call(q, k, v, bias=, sinks=)`` on a case.
+
+    Returns:
+        ``output``, ``lse`` when asked for, and the gradients that were asked for, by name.
+
+    Raises:
+        AssertionError: a result is missing, or the call wrote into its inputs.
+    """
+    inputs = {name: x.detach() for name, x in case.tensors().items()}
+    before = {name: x.clone() for name, x in inputs.items()}
+    leaves = {name: x.requires_grad_() for name, x in inputs.items() if mode.grad and name in case.leaves}
+    with torch.set_grad_enabled(mode.grad):
+        result = call(inputs["q"], inputs["k"], inputs["v"], bias=inputs.get("bias"), sinks=inputs.get("sinks"))
+    values = {"output": result.output}
+    if mode.lse:
+        assert result.lse is not None, "needs_lse was asked for, and lse is None"
+        values["lse"] = result.lse
+    if leaves:
+        values |= _gradients(values, leaves, case, mode)
+    for name, x in inputs.items():
+        assert torch.equal(x.nan_to_num(), before[name].nan_to_num()), f"attend wrote into {name}"
+    return {name: x.detach() for name, x in values.items()}
+
+
+def _gradients(values: Mapping[str, Tensor], leaves: Mapping[str, Tensor], case: Case, mode: Mode) -> dict[str, Tensor]:
+    incoming = {"output": case.grad_output}
+    if mode.lse_grad:
+        incoming["lse"] = case.grad_lse.to(values["lse"].dtype)
+    for name in incoming:
+        assert values[name].requires_grad, f"{name} does not require grad although gradients through it were asked for"
+    gradients = torch.autograd.grad(
+        [values[name] for name in incoming], list(leaves.values()), list(incoming.values()), materialize_grads=True
+    )
+    return {GRADIENT.format(name): gradient for name, gradient in zip(leaves, gradients, strict=True)}

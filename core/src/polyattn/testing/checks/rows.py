@@ -1,0 +1,153 @@
+"""Rows that see nothing, keys that nobody sees, documents and batch rows: nothing leaks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from polyattn._errors import PolyattnError
+from polyattn._layout import MaskLayout
+from polyattn.testing.case import INFER, Case, Mode, evaluate
+from polyattn.testing.checks.registry import check
+from polyattn.testing.layouts import LAYOUTS, WITH_DEAD
+from polyattn.testing.reference import softmax_step
+from polyattn.testing.trial import Trial, raised
+
+
+@check(WITH_DEAD)
+def dead_rows(trial: Trial, build: Callable[[], MaskLayout]) -> None:
+    """A row that sees nothing gives exactly 0, LSE -inf, and exactly zero gradients, whatever comes in.
+
+    NaN and Inf in keys and values that nobody sees, in queries that see nothing, and in the incoming gradients of
+    their output and LSE reach nothing.
+    """
+    layout = build()
+    for poison in (torch.nan, torch.inf, -torch.inf):
+        trial.compare(_poisoned(trial.case(layout, heads=4, kv_heads=2), poison))
+        trial.compare(_poisoned(trial.case(layout, heads=4, kv_heads=4, seed=1), poison))
+
+
+@check()
+def dead_rows_bias(trial: Trial) -> None:
+    """Mask and -inf bias together kill a row just as well, and its bias gets an exactly zero gradient."""
+    case = trial.case(LAYOUTS["causal"](), heads=4, bias=(2, 4, 8, 8))
+    assert case.bias is not None
+    bias = case.bias.clone()
+    bias[0, 0, 3, :4] = -torch.inf
+    bias[1, :, 7, :] = -torch.inf
+    case = case.change(bias=bias)
+    trial.compare(case, case.change(leaves=("q", "k", "v")))
+    dead = ~softmax_step(case.q, case.k, case.v, case.visible, bias=bias).live
+    trial.compare(
+        case.change(
+            grad_output=case.grad_output.masked_fill(dead.unsqueeze(-1), torch.nan),
+            grad_lse=case.grad_lse.masked_fill(dead, torch.nan),
+        )
+    )
+
+
+@check()
+def dead_rows_sinks(trial: Trial) -> None:
+    """Sinks give a dead row nothing and take nothing from it."""
+    for name in ("middle", "right_padding", "left_padding", "inactive"):
+        trial.compare(_poisoned(trial.case(WITH_DEAD[name](), sinks=True), torch.nan))
+
+
+@check({"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16})
+def smallest_bias(trial: Trial, dtype: torch.dtype) -> None:
+    """A row whose bias is finfo.min everywhere is live: all its visible keys weigh the same."""
+    for name in ("full", "causal", "dense"):
+        case = trial.case(LAYOUTS[name](), dtype=dtype)
+        bias = case.q.new_zeros(case.q.shape[2], case.k.shape[2])
+        bias[2] = torch.finfo(dtype).min
+        trial.compare(case.change(bias=bias, leaves=("q", "k", "v")), case.change(bias=bias))
+
+
+@check({"causal": {"causal": True}, "both_ways": {"causal": False}, "window": {"window": 2}})
+def packed_is_separate(trial: Trial, rule: dict[str, object]) -> None:
+    """Packed documents equal each document alone, and do not change by a bit when another document does."""
+    for lengths in ([3, 1, 5], [[4, 2, 3], [1, 8]], [9]):
+        layout = MaskLayout.packed(lengths, **rule)  # type: ignore[arg-type]
+        case = trial.case(layout, heads=4, kv_heads=2)
+        mode = trial.strongest(case)
+        if not trial.compare_one(case, mode):
+            continue
+        together = _run(trial, case, mode)
+        rows = lengths if isinstance(lengths[0], list) else [lengths] * case.q.shape[0]
+        for row, documents in enumerate(rows):
+            ends = torch.tensor(documents).cumsum(0).tolist()
+            for start, end in zip([0, *ends], ends, strict=False):
+                alone = _part(case, MaskLayout.packed([end - start], **rule), row, start, end)  # type: ignore[arg-type]
+                trial.compare_one(alone, mode)
+        first = rows[0][0]
+        changed = case.change(q=case.q.clone(), k=case.k.clone(), v=case.v.clone())
+        for x in (changed.q, changed.k, changed.v):
+            x[0, :, :first] *= -3
+        after = _run(trial, changed, mode)
+        for name, value in together.items():
+            for had, has in ((value[0, :, first:], after[name][0, :, first:]), (value[1:], after[name][1:])):
+                assert torch.equal(had, has), f"{name}: another document leaked in"
+
+
+_INACTIVE = MaskLayout.causal(4, active_queries=torch.tensor([[True, False, True, True]]))
+_OF_BATCH_1 = ("full", "causal", "packed", "prefix_lm", "chunked", "positions", "dense", "dense_heads", "mask_mod")
+
+
+@check((*_OF_BATCH_1, "inactive_one"))
+def batch_broadcast(trial: Trial, name: str) -> None:
+    """A layout of batch 1 serves a batch of three as it serves each of the three."""
+    layout = _INACTIVE if name == "inactive_one" else LAYOUTS[name]()
+    case = trial.case(layout, batch=3, heads=4)
+    mode = trial.strongest(case)
+    trial.compare_one(case, mode)
+    for row in range(3):
+        trial.compare_one(_part(case, layout, row, 0, None), mode)
+
+
+@check({"one": 1, "two": 2})
+def batch_mismatch(trial: Trial, batch: int) -> None:
+    """A layout of batch 3 serves only batch 3: another batch is refused before any kernel."""
+    padded = MaskLayout.padded(torch.tensor([[True, True]] * 2 + [[True, False]]))
+    for layout in (padded, MaskLayout.dense(torch.ones(3, 1, 2, 2, dtype=torch.bool))):
+        case = trial.case(layout)
+        request = case.request(INFER, batch=batch)
+        if trial.backend.unsupported(case.layout, request):
+            trial.prepare(case.layout, request)
+            continue
+        error = raised(PolyattnError, functools.partial(trial.backend.prepare, case.layout, request))
+        assert error is not None, f"prepare accepts a layout of batch 3 for tensors of batch {batch}"
+        for number in (3, batch):
+            assert str(number) in str(error), f"the error must name both batches, 3 and {batch}: {error}"
+        trial.honoured += 1
+
+
+def _poisoned(case: Case, poison: float) -> Case:
+    """The case with ``poison`` wherever nothing may look."""
+    step = softmax_step(case.q, case.k, case.v, case.visible, bias=case.bias)
+    dead = ~step.live
+    group = case.q.shape[1] // case.k.shape[1]
+    unseen = ~step.visible.any(-2).unflatten(1, (-1, group)).any(2).unsqueeze(-1)
+    return case.change(
+        q=case.q.masked_fill(dead.unsqueeze(-1), poison),
+        k=case.k.masked_fill(unseen, poison),
+        v=case.v.masked_fill(unseen, poison),
+        grad_output=case.grad_output.masked_fill(dead.unsqueeze(-1), poison),
+        grad_lse=case.grad_lse.masked_fill(dead, poison),
+    )
+
+
+def _part(case: Case, layout: MaskLayout, row: int, start: int, end: int | None) -> Case:
+    def cut(x: Tensor) -> Tensor:
+        return x[row : row + 1, :, start:end]
+
+    return case.change(
+        layout=layout.to(case.q.device),
+        q=cut(case.q), k=cut(case.k), v=cut(case.v), grad_output=cut(case.grad_output), grad_lse=cut(case.grad_lse),
+    )  # fmt: skip
+
+
+def _run(trial: Trial, case: Case, mode: Mode) -> dict[str, Tensor]:
+    return evaluate(trial.must_prepare(case.layout, case.request(mode)), case, mode)

@@ -1,0 +1,132 @@
+"""Attention written down: scale, softcap, bias, mask, softmax in FP32, dropout, values, sinks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyattn import AttentionRequest, AttentionResult, BackendBase, MaskLayout, PreparedAttention
+from polyattn._request import FEATURES
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blocked:
+    """Which scores, queries and keys take no part.
+
+    Attributes:
+        scores: ``Bool[B|1, H|1, Q, K]``: become ``-inf``. False in dead rows, whose softmax has to stay finite.
+        rows: ``Bool[B|1, H|1, Q, 1]``: dead rows, which see nothing; ``None`` when there can be none.
+        keys: ``Bool[B|1, H|1, K, 1]``: keys that no row of the head sees; ``None`` when there can be none.
+    """
+
+    scores: Tensor
+    rows: Tensor | None
+    keys: Tensor | None
+
+    @classmethod
+    def of(cls, hidden: Tensor, *, rows: bool, keys: bool) -> Blocked:
+        """Read off ``hidden`` (``Bool[B|1, H|1, Q, K]``, True = may not attend) what can be blocked at all."""
+        dead = hidden.all(-1, keepdim=True) if rows else None
+        unseen = hidden.all(-2).unsqueeze(-1) if keys else None
+        return cls(hidden if dead is None else hidden & ~dead, dead, unseen)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EagerState:
+    """What ``prepare`` decides.
+
+    Attributes:
+        hidden: ``Bool[B|1, H|1, Q, K]``: True = may not attend.
+        blocked: the same, taken apart; an attention without bias needs nothing else.
+    """
+
+    hidden: Tensor
+    blocked: Blocked
+
+
+class EagerBackend(BackendBase):
+    """The backend ``eager``: on ordinary rows bit-equal to the eager attention of transformers."""
+
+    name = "eager"
+    abilities = frozenset(FEATURES)
+
+    def plan(self, layout: MaskLayout, request: AttentionRequest) -> EagerState:
+        """Materialise the mask."""
+        hidden = ~layout.to_dense(request.device)
+        blocked = Blocked.of(hidden, rows=layout.may_have_dead_rows, keys=layout.may_have_unseen_keys)
+        return EagerState(hidden, blocked)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: PreparedAttention,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> AttentionResult:
+        """Attend; what takes no part is overwritten, never multiplied by zero, so that its NaN spreads nowhere."""
+        request, state = prepared.request, prepared.state
+        blocked: Blocked = state.blocked
+        if bias is not None:
+            # Only now is it known which rows mask and -inf bias block together.
+            bias, hidden = torch.broadcast_tensors(bias, state.hidden)
+            blocked = Blocked.of(hidden | bias.isneginf(), rows=True, keys=True)
+        accumulator = torch.promote_types(q.dtype, torch.float32)
+
+        q = _without(q, blocked.rows)
+        k, v = (_seen_and_repeated(x, blocked.keys, request.group) for x in (k, v))
+        assert request.scale is not None
+        scores = torch.matmul(q, k.transpose(-2, -1)) * request.scale
+        if request.softcap is not None:
+            scores = torch.tanh(scores / request.softcap) * request.softcap
+        if bias is not None:
+            # A finite bias never blocks, not even FP16's minimum plus a negative score, which overflows to -inf.
+            scores = scores + _without(bias, blocked.rows)
+            scores = scores.masked_fill(scores.isneginf(), torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(blocked.scores, -torch.inf)
+
+        weights = F.softmax(scores, dim=-1, dtype=accumulator).to(q.dtype)
+        weights = F.dropout(weights, p=request.dropout_p, training=request.training)
+        output = torch.matmul(weights, v)
+        lse = _logsumexp(scores.to(accumulator)) if request.needs_lse or sinks is not None else None
+        if sinks is not None and lse is not None:
+            output = (output * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1)).to(q.dtype)
+
+        output = _without(output, blocked.rows)
+        if lse is None or not request.needs_lse:
+            return AttentionResult(output)
+        if blocked.rows is not None:
+            lse = lse.masked_fill(blocked.rows.squeeze(-1), -torch.inf)
+        return AttentionResult(output, lse)
+
+
+def _seen_and_repeated(x: Tensor, unseen: Tensor | None, group: int) -> Tensor:
+    """``[B, Hkv, K, D]`` as ``[B, Hkv * group, K, D]``: each head ``group`` times in a row, without unseen keys."""
+    per_head = unseen is not None and unseen.shape[1] > 1
+    if not per_head:
+        x = _without(x, unseen)
+    if group > 1:
+        x = x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
+    # A key may be seen by some of the query heads that share it, and then only they may look at it.
+    return _without(x, unseen) if per_head else x
+
+
+def _logsumexp(scores: Tensor) -> Tensor:
+    """Over the last dimension; the gradient is the softmax.
+
+    Not ``torch.logsumexp``: its gradient ``exp(score - result)`` is 1 for each of n equal scores near ``finfo.min``,
+    where adding ``log n`` changes nothing.
+    """
+    if scores.shape[-1] == 0:
+        return torch.logsumexp(scores, dim=-1)
+    top = scores.detach().amax(-1, keepdim=True)
+    return torch.log(torch.exp(scores - top).sum(-1)) + top.squeeze(-1)
+
+
+def _without(x: Tensor, blocked: Tensor | None) -> Tensor:
+    return x if blocked is None else x.masked_fill(blocked, 0.0)

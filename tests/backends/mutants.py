@@ -1,0 +1,583 @@
+"""Deliberately wrong backends, one fault each, with the checks of the kit that must fail for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from polyattn import AttentionRequest, AttentionResult, MaskLayout, PreparedAttention, StructuredMask
+from polyattn_eager import EagerBackend, EagerState
+from polyattn_eager._backend import Blocked
+
+
+class Mutant(EagerBackend):
+    """The right backend, with places where a subclass can go wrong."""
+
+    name = "mutant"
+    caught_by: ClassVar[tuple[str, ...]]
+
+    def layout(self, layout):
+        return layout
+
+    def hidden(self, layout, request):
+        return ~self.layout(layout).to_dense(request.device)
+
+    def request(self, request):
+        return request
+
+    def result(self, result, prepared):
+        return result
+
+    def plan(self, layout, request):
+        hidden = self.hidden(layout, request)
+        return EagerState(hidden, Blocked.of(hidden, rows=True, keys=True))
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        request = self.request(prepared.request)
+        changed = dataclasses.replace(prepared, request=request) if request is not prepared.request else prepared
+        return self.result(super().attend(q, k, v, changed, bias=bias, sinks=sinks), prepared)
+
+
+def _structured(layout, **changes):
+    mask = layout.visibility
+    if not isinstance(mask, StructuredMask) or all(getattr(mask, name) is None for name in changes):
+        return layout
+    return MaskLayout(
+        layout.q_len,
+        layout.kv_len,
+        layout.batch,
+        layout.heads,
+        visibility=dataclasses.replace(mask, **changes),
+        active_queries=layout.active_queries,
+    )
+
+
+def _dead(prepared):
+    return prepared.layout.rows_without_keys(prepared.request.device)
+
+
+class WindowOffByOne(Mutant):
+    caught_by = ("window[causal-9_queries]", "values[causal_window]")
+
+    def layout(self, layout):
+        window = getattr(layout.visibility, "window", None)
+        return layout if window is None or window > 100 else _structured(layout, window=window + 1)
+
+
+class WindowOnlyWhenCausal(Mutant):
+    caught_by = ("window[both_ways-9_queries]", "values[full_window]")
+
+    def layout(self, layout):
+        return layout if getattr(layout.visibility, "causal", True) else _structured(layout, window=None)
+
+
+class TopLeftCausal(Mutant):
+    caught_by = ("values[causal_fewer_queries]", "values[causal_one_query]")
+
+    def hidden(self, layout, request):
+        mask = layout.visibility
+        if isinstance(mask, StructuredMask) and mask.causal and not mask.tensors():
+            return torch.ones(1, 1, layout.q_len, layout.kv_len, dtype=torch.bool).triu(1)
+        return super().hidden(layout, request)
+
+
+class MaskDropped(Mutant):
+    caught_by = ("values[dense]", "values[block_diffusion]", "packed_is_separate[causal]")
+
+    def hidden(self, layout, request):
+        return torch.zeros_like(super().hidden(layout, request))
+
+
+class MaskInverted(Mutant):
+    caught_by = ("values[dense]",)
+
+    def hidden(self, layout, request):
+        return ~super().hidden(layout, request)
+
+
+class DocumentsLeak(Mutant):
+    caught_by = ("values[packed]", "packed_is_separate[causal]", "long_values[packed]")
+
+    def layout(self, layout):
+        return _structured(layout, q_segments=None, kv_segments=None)
+
+
+class PrefixIgnored(Mutant):
+    caught_by = ("values[prefix_lm]",)
+
+    def layout(self, layout):
+        return _structured(layout, prefix_lengths=None)
+
+
+class ChunksIgnored(Mutant):
+    caught_by = ("values[chunked]", "long_values[chunked]")
+
+    def layout(self, layout):
+        return _structured(layout, chunk_size=None)
+
+
+class PaddingIgnored(Mutant):
+    caught_by = ("dead_rows[left_padding]", "values[padding_both_ways]")
+
+    def layout(self, layout):
+        return _structured(layout, kv_valid=None)
+
+
+class ActiveQueriesIgnored(Mutant):
+    caught_by = ("dead_rows[inactive]",)
+
+    def layout(self, layout):
+        return dataclasses.replace(layout, active_queries=None)
+
+
+class MaskSharedAcrossBatch(Mutant):
+    caught_by = ("values[dense_rows]", "values[packed_rows]")
+
+    def hidden(self, layout, request):
+        return super().hidden(layout, request)[:1]
+
+
+class MaskSharedAcrossHeads(Mutant):
+    caught_by = ("values[dense_heads]", "dead_rows[per_head]")
+
+    def hidden(self, layout, request):
+        return super().hidden(layout, request)[:, :1]
+
+
+class StaleState(Mutant):
+    """Prepares once per shape."""
+
+    caught_by = ("reuse",)
+
+    def __init__(self, options=None):
+        super().__init__(options)
+        self._states = {}
+
+    def plan(self, layout, request):
+        key = (layout.q_len, layout.kv_len, request)
+        return self._states.setdefault(key, super().plan(layout, request))
+
+
+class AnyBatchAccepted(Mutant):
+    caught_by = ("batch_mismatch[one]", "batch_mismatch[two]")
+
+    def prepare(self, layout, request):
+        if layout.batch not in {1, request.batch}:
+            layout = MaskLayout.full(layout.q_len, layout.kv_len)
+        return super().prepare(layout, request)
+
+
+class KVHeadsTiled(Mutant):
+    caught_by = ("gqa[2]", "gqa[3]", "gqa[6]")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        request = prepared.request
+        order = torch.arange(request.heads).view(request.kv_heads, request.group).mT.flatten()
+        back = order.argsort()
+        result = super().attend(q[:, order], k, v, prepared, bias=bias, sinks=sinks)
+        lse = None if result.lse is None else result.lse[:, back]
+        return AttentionResult(result.output[:, back], lse)
+
+
+class ScaleIgnored(Mutant):
+    caught_by = ("scale[small]", "scale[zero]")
+
+    def request(self, request):
+        return dataclasses.replace(request, scale=None)
+
+
+class ScaleOfValueWidth(Mutant):
+    caught_by = ("width[wide_values]",)
+
+    def request(self, request):
+        return dataclasses.replace(request, scale=request.scale * (request.head_dim / request.v_head_dim) ** 0.5)
+
+
+class SoftcapIgnored(Mutant):
+    caught_by = ("softcap[cap_1]", "softcap[cap_5]")
+
+    def request(self, request):
+        return dataclasses.replace(request, softcap=None)
+
+
+class SoftcapAfterBias(Mutant):
+    caught_by = ("softcap[cap_1]", "together")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        cap = prepared.request.softcap
+        if cap is None or bias is None:
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        scores = torch.matmul(q, k.repeat_interleave(prepared.request.group, 1).mT) * prepared.request.scale
+        moved = cap * torch.tanh((scores + bias) / cap) - cap * torch.tanh(scores / cap)
+        return super().attend(q, k, v, prepared, bias=moved, sinks=sinks)
+
+
+class BiasIgnored(Mutant):
+    caught_by = ("bias[whole]", "bias_blocks")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        nothing = None if bias is None else bias * 0
+        return super().attend(q, k, v, prepared, bias=None if bias is None else nothing.nan_to_num(), sinks=sinks)
+
+
+class BiasGradientDropped(Mutant):
+    caught_by = ("bias[whole]", "bias[keys]")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        return super().attend(q, k, v, prepared, bias=None if bias is None else bias.detach(), sinks=sinks)
+
+
+class SmallestBiasKills(Mutant):
+    caught_by = ("smallest_bias[float32]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if bias is not None:
+            bias = bias.masked_fill(bias <= torch.finfo(bias.dtype).min, -torch.inf)
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class SinksIgnored(Mutant):
+    caught_by = ("sinks[ordinary]", "together")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        return super().attend(q, k, v, prepared, bias=bias)
+
+
+class SinksInLSE(Mutant):
+    caught_by = ("sinks[ordinary]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        result = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        if sinks is None or result.lse is None:
+            return result
+        return AttentionResult(result.output, torch.logaddexp(result.lse, sinks.unsqueeze(-1).to(result.lse)))
+
+
+class LSEInBaseTwo(Mutant):
+    caught_by = ("lse_natural", "values[full]")
+
+    def result(self, result, prepared):
+        return AttentionResult(result.output, None if result.lse is None else result.lse / 0.6931471805599453)
+
+
+class LSEAlwaysThere(Mutant):
+    caught_by = ("lse_when_asked",)
+
+    def result(self, result, prepared):
+        return AttentionResult(result.output, result.output.new_zeros(result.output.shape[:3]))
+
+
+class LSEWithoutGradient(Mutant):
+    caught_by = ("lse_gradient[full]", "values[causal]")
+
+    def result(self, result, prepared):
+        return AttentionResult(result.output, None if result.lse is None else result.lse.detach())
+
+
+class _ZeroGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.zeros_like(grad)
+
+
+class LSEWithZeroGradient(Mutant):
+    caught_by = ("lse_gradient[causal]", "lse_gradient_not_asked[of_both]", "lse_gradient_not_asked[of_lse]")
+
+    def result(self, result, prepared):
+        return AttentionResult(result.output, None if result.lse is None else _ZeroGradient.apply(result.lse))
+
+
+class LSEDetachedInMixedLoss(Mutant):
+    """Right when the gradient is asked for, silently detached when it is not."""
+
+    caught_by = ("lse_gradient_not_asked[of_both]", "lse_gradient_not_asked[of_lse]")
+
+    def result(self, result, prepared):
+        if result.lse is None or prepared.request.needs_lse_grad:
+            return result
+        return AttentionResult(result.output, result.lse.detach())
+
+
+class DeadRowsAveraged(Mutant):
+    caught_by = ("dead_rows[first]", "dead_rows[middle]", "dead_rows[last]", "dead_rows[all]", "values[element]")
+
+    def plan(self, layout, request):
+        state = super().plan(layout, request)
+        return EagerState(state.hidden, dataclasses.replace(state.blocked, rows=None))
+
+
+class DeadRowsZeroedByMultiplication(Mutant):
+    caught_by = ("dead_rows[middle]", "dead_rows[left_padding]", "dead_rows[inactive_padding]")
+
+    def plan(self, layout, request):
+        state = super().plan(layout, request)
+        return EagerState(state.hidden, dataclasses.replace(state.blocked, rows=None, keys=None))
+
+    def result(self, result, prepared):
+        dead = _dead(prepared)
+        output = result.output * ~dead.unsqueeze(-1)
+        return AttentionResult(output, None if result.lse is None else result.lse.masked_fill(dead, -torch.inf))
+
+
+class UnseenKeysPoison(Mutant):
+    caught_by = ("dead_rows[unseen_keys]", "dead_rows[right_padding]", "dead_rows[padded_cache]")
+
+    def plan(self, layout, request):
+        state = super().plan(layout, request)
+        return EagerState(state.hidden, dataclasses.replace(state.blocked, keys=None))
+
+
+class DeadRowLSEZero(Mutant):
+    caught_by = ("dead_rows[first]", "dead_rows[per_head]")
+
+    def result(self, result, prepared):
+        lse = result.lse
+        return AttentionResult(result.output, None if lse is None else lse.masked_fill(_dead(prepared), 0.0))
+
+
+class DeadRowLSEInfinite(Mutant):
+    caught_by = ("dead_rows[last]", "empty[no_keys]")
+
+    def result(self, result, prepared):
+        lse = result.lse
+        return AttentionResult(result.output, None if lse is None else lse.masked_fill(_dead(prepared), torch.inf))
+
+
+class IncomingGradientOfDeadRowsSpreads(Mutant):
+    """Outputs are right; a NaN that comes back into a dead row goes everywhere."""
+
+    caught_by = ("dead_rows[middle]", "dead_rows[inactive]")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        result = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        return AttentionResult(result.output + 0.0 * (q.nan_to_num().sum() + v.nan_to_num().sum()), result.lse)
+
+
+class DropoutOutsideTraining(Mutant):
+    caught_by = ("dropout_outside_training",)
+
+    def request(self, request):
+        return dataclasses.replace(request, training=True)
+
+
+class DropoutIgnored(Mutant):
+    caught_by = ("dropout_rate", "dropout_seed")
+
+    def request(self, request):
+        return dataclasses.replace(request, dropout_p=0.0)
+
+
+class DropoutNotScaled(Mutant):
+    caught_by = ("dropout_rate",)
+
+    def result(self, result, prepared):
+        return AttentionResult(result.output * (1 - prepared.request.dropout), result.lse)
+
+
+class DropoutOfOutput(Mutant):
+    """Drops elements of the output instead of attention weights."""
+
+    caught_by = ("dropout_gradient",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        request = prepared.request
+        calm = dataclasses.replace(prepared, request=dataclasses.replace(request, dropout_p=0.0))
+        result = EagerBackend.attend(self, q, k, v, calm, bias=bias, sinks=sinks)
+        return AttentionResult(F.dropout(result.output, request.dropout_p, request.training), result.lse)
+
+
+class DropoutSharedAcrossHeads(Mutant):
+    caught_by = ("dropout_seed",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if not prepared.request.dropout:
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        single = dataclasses.replace(prepared, request=dataclasses.replace(prepared.request, heads=1, kv_heads=1))
+        state, parts = torch.get_rng_state(), []
+        for head in range(q.shape[1]):
+            torch.set_rng_state(state)
+            one = slice(head, head + 1)
+            parts.append(EagerBackend.attend(self, q[:, one], k[:, one], v[:, one], single).output)
+        return AttentionResult(torch.cat(parts, 1))
+
+
+class SoftmaxInLowPrecision(Mutant):
+    """Adds up the terms of the softmax one by one in BF16, where 256 + 1 is 256."""
+
+    caught_by = ("accumulation[bfloat16]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        request = prepared.request
+        if q.dtype is not torch.bfloat16 or request.group > 1:
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        terms = (q @ k.mT * request.scale).masked_fill(prepared.state.hidden, -torch.inf).exp()
+        total = torch.zeros_like(terms[..., 0])
+        for term in terms.unbind(-1):
+            total = total + term
+        return AttentionResult((terms / total.unsqueeze(-1)) @ v, total.float().log() if request.needs_lse else None)
+
+
+class GroupSummedInLowPrecision(Mutant):
+    """Adds the gradients of the query heads of a group one by one, in their own dtype."""
+
+    caught_by = ("accumulation[bfloat16]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        request = prepared.request
+        wide = dataclasses.replace(prepared, request=dataclasses.replace(request, kv_heads=request.heads))
+        k, v = (torch.cat([x[:, h // request.group].unsqueeze(1) for h in range(request.heads)], 1) for x in (k, v))
+        return EagerBackend.attend(self, q, k, v, wide, bias=bias, sinks=sinks)
+
+
+class OutputInFP32(Mutant):
+    caught_by = ("dtype[bfloat16]", "autocast[float32]")
+
+    def result(self, result, prepared):
+        return AttentionResult(result.output.float(), result.lse)
+
+
+class LSEInLowPrecision(Mutant):
+    caught_by = ("dtype[bfloat16]",)
+
+    def result(self, result, prepared):
+        return AttentionResult(result.output, None if result.lse is None else result.lse.to(result.output.dtype))
+
+
+class StridesIgnored(Mutant):
+    """Reads v as if it lay sequence by sequence."""
+
+    caught_by = ("strides[sequence_first]", "strides[width_strided]")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        dense = v.as_strided(v.shape, torch.empty(v.shape, device="meta").stride()) if v.numel() else v
+        return super().attend(q, k, dense, prepared, bias=bias, sinks=sinks)
+
+
+class WritesIntoInputs(Mutant):
+    caught_by = ("values[full]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        result = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        if not torch.compiler.is_compiling():
+            q.detach().mul_(prepared.request.scale)
+        return result
+
+
+class WaitsForValues(Mutant):
+    caught_by = ("no_waiting",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if q.isnan().any():
+            q = q.nan_to_num()
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class RecompilesForEveryBatch(Mutant):
+    caught_by = ("recompiles",)
+
+    def plan(self, layout, request):
+        state = super().plan(layout, request)
+        object.__setattr__(state, "visible", int((~state.hidden).sum()))
+        return state
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if prepared.state.visible % 2:
+            q = q * 1
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class NotTheSameTwice(Mutant):
+    caught_by = ("deterministic",)
+
+    def result(self, result, prepared):
+        noise = 1 + 1e-7 * torch.rand_like(result.output)
+        return AttentionResult(result.output * noise, result.lse)
+
+
+class SecondDerivativesZero(Mutant):
+    caught_by = ("transform[double_backward]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if bias is not None or sinks is not None or not q.requires_grad or prepared.request.needs_lse:
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        return AttentionResult(_OnceDifferentiable.apply(q, k, v, prepared, self))
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, prepared, backend):
+        ctx.save_for_backward(q, k, v)
+        ctx.prepared, ctx.backend = prepared, backend
+        return EagerBackend.attend(backend, q, k, v, prepared).output
+
+    @staticmethod
+    def backward(ctx, grad):
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = EagerBackend.attend(ctx.backend, *leaves, ctx.prepared).output
+        return (*(x.detach() for x in torch.autograd.grad(output, leaves, grad.detach())), None, None)
+
+
+class AcceptsWhatItDoesNotDeclare(Mutant):
+    caught_by = ("ability[softcap]", "softcap[cap_5]")
+    abilities = EagerBackend.abilities - {"softcap"}
+
+    def unsupported(self, layout, request):
+        return ()
+
+
+class RefusesWhatItDeclares(Mutant):
+    caught_by = ("ability[window]",)
+
+    def unsupported(self, layout, request):
+        without = EagerBackend()
+        without.name, without.abilities = self.name, self.abilities - {"window"}
+        return without.unsupported(layout, request)
+
+
+class RefusesWithoutReasons(Mutant):
+    caught_by = ("ability[bias]",)
+    abilities = EagerBackend.abilities - {"bias", "bias_grad"}
+
+    def unsupported(self, layout: MaskLayout, request: AttentionRequest):
+        return tuple(str(reason) for reason in super().unsupported(layout, request))
+
+
+class RefusesOnlyInAttend(Mutant):
+    """Says that it cannot, and prepares all the same."""
+
+    caught_by = ("ability[sinks]", "sinks[ordinary]")
+    abilities = EagerBackend.abilities - {"sinks"}
+
+    def prepare(self, layout, request):
+        return PreparedAttention(self, layout, request, self.plan(layout, request))
+
+
+class LosesItselfInCopies(Mutant):
+    caught_by = ("deepcopy",)
+
+    def __deepcopy__(self, memo):
+        return ScaleIgnored()
+
+
+class UnequalBackwards(Mutant):
+    """Frees or overwrites what a second backward needs."""
+
+    caught_by = ("backward_twice",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        result = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        if result.output.requires_grad:
+            calls = []
+            result.output.register_hook(lambda grad: calls.append(None) or grad * len(calls))
+        return result
+
+
+MUTANTS = Mutant.__subclasses__()
