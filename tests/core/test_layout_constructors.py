@@ -305,8 +305,8 @@ def test_what_has_no_structure_has_no_blocks():
 
 
 def test_a_picture_in_characters_shows_queries_as_lines():
-    assert MaskLayout.packed([2, 1]).draw() == "#..\n##.\n..#"
-    assert MaskLayout.causal(4).draw(size=2) == "+.\n#+"
+    assert MaskLayout.packed([2, 1]).draw() == "#--\n##-\n--#"
+    assert MaskLayout.causal(4).draw(size=2) == "+-\n#+"
     assert MaskLayout.padded(bools("10", "11"), causal=False).draw(batch=1) == "##\n##"
     assert MaskLayout.causal(0).draw() == ""
 

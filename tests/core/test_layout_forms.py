@@ -186,7 +186,7 @@ def test_layouts_keep_the_default_device_and_dtype_out():
         assert layout.to_dense().device.type == "cpu"
         assert not layout.rows_without_keys().any()
         assert not layout.unseen_keys().any()
-        assert MaskLayout.causal(2).draw() == "#.\n##"
+        assert MaskLayout.causal(2).draw() == "#-\n##"
 
 
 def test_layouts_compare_by_identity_and_never_change():

@@ -185,7 +185,7 @@ class LayoutBase:
         return picture.describe(self)
 
     def draw(self, *, batch: int = 0, head: int = 0, size: int = 64) -> str:
-        """A picture in characters, one line for each query: ``#`` seen, ``.`` not seen, ``+`` seen in part.
+        """A picture in characters, one line for each query: ``#`` seen, ``-`` not seen, ``+`` seen in part.
 
         Args:
             batch: which batch row.

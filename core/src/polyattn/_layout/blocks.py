@@ -52,6 +52,8 @@ class Run(NamedTuple):
 
     def between(self, low: int | None, high: int | None) -> Run:
         """The part at positions ``low .. high - 1``; may be empty."""
+        if low is None and high is None:
+            return self
         position = self.position if low is None else min(max(self.position, low), self.end)
         end = self.end if high is None else max(min(self.end, high), position)
         start = self.start + position - self.position
@@ -78,7 +80,9 @@ def find_blocks(mask: StructuredMask, q_len: int, kv_len: int, batch: int, activ
         if row is None:
             return None
         rows.append(row)
-    return [block._replace(batch=b) for b in range(batch) for block in rows[b % distinct]]
+    if distinct < batch:
+        return [block._replace(batch=b) for b in range(batch) for block in rows[b % distinct]]
+    return list(itertools.chain.from_iterable(rows))
 
 
 def to_table(blocks: list[Block]) -> Tensor:
@@ -146,7 +150,11 @@ def _pieces(mask: StructuredMask, run: Run, prefix: int | None) -> Iterator[tupl
     Yields each piece, the half-open range of key positions that prefix and chunk leave to it, and whether the
     causal rule still acts in it.
     """
-    size, cuts = mask.chunk_size, {run.position, run.end}
+    size = mask.chunk_size
+    if size is None and prefix is None:
+        yield run, None, None, mask.causal
+        return
+    cuts = {run.position, run.end}
     if prefix is not None and run.position < prefix < run.end:
         cuts.add(prefix)
     if size is not None:

@@ -76,9 +76,9 @@ def _bounds(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def draw(layout: LayoutBase, batch: int, head: int, size: int) -> str:
-    """A picture in characters, one line for each row of cells: ``#`` seen, ``.`` not seen, ``+`` in part."""
+    """A picture in characters, one line for each row of cells: ``#`` seen, ``-`` not seen, ``+`` in part."""
     shares = cells(layout, batch, head, size).tolist()
-    return "\n".join("".join("#" if share == 1 else "." if share == 0 else "+" for share in row) for row in shares)
+    return "\n".join("".join("#" if share == 1 else "-" if share == 0 else "+" for share in row) for row in shares)
 
 
 def plot(layout: LayoutBase, batch: int, head: int, size: int) -> Figure:
