@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import polyattn
 from tiny_lm import checkpoint, report
-from tiny_lm.cli import main
+from tiny_lm.cli import commands
 from tiny_lm.report import Report, largest_difference
 from tiny_lm.train import Run
 
@@ -17,7 +17,7 @@ from tiny_lm.train import Run
 @pytest.fixture
 def tiny_lm():
     def invoke(*arguments):
-        return CliRunner().invoke(main, [str(argument) for argument in arguments])
+        return CliRunner().invoke(commands, [str(argument) for argument in arguments])
 
     return invoke
 
@@ -162,6 +162,15 @@ def test_a_damaged_checkpoint_is_neither_read_nor_overwritten(tiny_lm, settings,
 def test_resuming_without_a_checkpoint_says_so(tiny_lm, settings, write_config, tmp_path):
     message = refused(tiny_lm("train", write_config(settings), "--out", tmp_path / "out", "--resume"))
     assert "there is no checkpoint" in message
+
+
+def test_resuming_a_finished_run_does_nothing(tiny_lm, settings, write_config, tmp_path):
+    out, path = tmp_path / "out", write_config(settings)
+    assert tiny_lm("train", path, "--out", out).exit_code == 0
+    before = {file: file.read_bytes() for file in out.iterdir()}
+    result = tiny_lm("train", path, "--out", out, "--resume", "--steps", 4)
+    assert (result.exit_code, "step 6 of 4: nothing to do" in result.output) == (0, True)
+    assert {file: file.read_bytes() for file in out.iterdir()} == before
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_training(tiny_lm, settings, write_config, tmp_path):

@@ -1,5 +1,19 @@
-"""``python -m tiny_lm``: the command line without the installed script."""
+"""``tiny-lm`` and ``python -m tiny_lm``."""
 
-from tiny_lm.cli import main
+from __future__ import annotations
 
-main(prog_name="tiny-lm")
+import sys
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C is no traceback, not even while torch is being imported."""
+    try:
+        from tiny_lm.cli import commands
+
+        commands(prog_name="tiny-lm")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -33,13 +33,15 @@ class BadInput(click.ClickException):
 
 
 class Commands(click.Group):
-    """Turns every error that the user can put right into :class:`BadInput`."""
+    """Turns every error that the user can put right into :class:`BadInput`, and Ctrl-C into an exit status."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: D102
         try:
             return super().invoke(ctx)
         except (polyattn.PolyattnError, checkpoint.CheckpointError, OSError) as error:
             raise BadInput(str(error)) from error
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None
 
 
 @contextlib.contextmanager
@@ -60,7 +62,7 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 @click.group(cls=Commands)
-def main() -> None:
+def commands() -> None:
     """Train a small byte-level decoder; its config names the attention backend."""
 
 
@@ -68,7 +70,7 @@ config_argument = click.argument("config_path", metavar="CONFIG", type=click.Pat
 out_option = click.option("--out", type=click.Path(path_type=Path), default=Path("out"), help="Folder for the results.")
 
 
-@main.command("train")
+@commands.command("train")
 @config_argument
 @out_option
 @click.option("--attn-backend", metavar="NAME", help="Use this backend instead of the config's.")
@@ -88,24 +90,23 @@ def train_command(
     run = Run(settings)
     if resume:
         run.restore(checkpoint.load(path), path)
+    if len(run.losses) >= settings.steps:
+        click.echo(
+            f"{path} is at step {len(run.losses)} of {settings.steps}: nothing to do; give more --steps to go on"
+        )
+        return
     out.mkdir(parents=True, exist_ok=True)
 
-    columns = ("{task.description}", "loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s")
     names = sorted({settings.attention.layer(index).backend.name for index in range(settings.model.layers)})
     found = [polyattn.backends.info(name) for name in names if name in polyattn.backends.names()]
-    progress = Progress(
-        TextColumn(columns[0]), BarColumn(), MofNCompleteColumn(), *map(TextColumn, columns[1:]), TimeRemainingColumn()
-    )
-    with interruptible() as stop, progress:
-        task = progress.add_task(
-            ", ".join(names), total=settings.steps, completed=len(run.losses), loss=float("nan"), speed=0.0
-        )
-        speed = train(
-            run,
-            path,
-            stop=stop.is_set,
-            on_step=lambda loss, speed: progress.update(task, advance=1, loss=loss, speed=speed),
-        )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+    with interruptible() as stop, Progress(*columns, TimeRemainingColumn()) as progress:
+        task = progress.add_task(", ".join(names), total=settings.steps, completed=len(run.losses), status="")
+
+        def show(loss: float, speed: float) -> None:
+            progress.update(task, advance=1, status=f"loss {loss:.3f}  {speed:,.0f} tokens/s")
+
+        speed = train(run, path, stop=stop.is_set, on_step=show)
     report.Report(
         backend=", ".join(names),
         distribution=", ".join(f"{info.dist} {info.version}" for info in found),
@@ -118,7 +119,7 @@ def train_command(
         raise SystemExit(INTERRUPTED)
 
 
-@main.command("demo")
+@commands.command("demo")
 @config_argument
 @out_option
 def demo_command(config_path: Path, out: Path) -> None:
