@@ -17,9 +17,10 @@ from polyattn._errors import LayoutError
 from polyattn._layout import picture
 from polyattn._layout.blocks import covered_keys, key_ranges
 from polyattn._layout.checks import check_flag
+from polyattn._layout.fit import fit
 from polyattn._layout.lowering import Host, Known, Lowered, check_segment_prefixes, lower, read_host
 from polyattn._layout.structured import MaskMod, StructuredMask, pick
-from polyattn._layout.visibility import Visibility, dense_rows, fit, held, moved, pinned, to_mod
+from polyattn._layout.visibility import Visibility, dense_rows, held, moved, pinned, to_mod
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -172,8 +173,12 @@ class LayoutBase:
         return self._with(
             visibility=moved(self.visibility, target),
             active_queries=None if active is None else active.to(target),
-            _known=Known(self._host, self._lowered, positions),
+            _known=self._facts()._replace(positions=positions),
         )
+
+    def _facts(self) -> Known:
+        """What an operation may hand on."""
+        return Known(self._host, self._lowered, self._positions)
 
     def _with(self, *, _known: Known, **changes: Any) -> Self:
         """This layout with some fields replaced; the host is told what is known and reads nothing."""

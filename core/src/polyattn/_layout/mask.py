@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout import segments
+from polyattn._layout import operations, segments
 from polyattn._layout.base import LayoutBase
-from polyattn._layout.checks import Copied, Index, as_index, check_bool, check_int, check_mod, check_window
-from polyattn._layout.lowering import Host, Known, Lowered, read_host
-from polyattn._layout.structured import (
-    MaskMod,
-    StructuredMask,
-    carry_positions,
-    default_positions,
-    intersect,
-    select,
-    take,
-)
-from polyattn._layout.visibility import BothMod, pinned, selected
+from polyattn._layout.checks import Copied, as_index, check_bool, check_int, check_mod, check_window
+from polyattn._layout.lowering import Known, Lowered, read_host
+from polyattn._layout.structured import MaskMod, StructuredMask
+from polyattn._layout.visibility import pinned, selected
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -43,7 +32,7 @@ class MaskLayout(LayoutBase):
         batch: B; 1 broadcasts over any batch. Read off the tensors when it is not given.
         heads: H; 1 is the same for all heads. Read off a dense mask when it is not given.
         visibility: a ``Bool[B|1, H|1, Q, K]`` tensor (True = may attend), a ``mask_mod(b, h, q_idx, kv_idx) -> Bool``
-            with FlexAttention's signature, or a :class:`StructuredMask`.
+            with FlexAttention's signature, or a :class:`StructuredMask`; by default all is seen.
         active_queries: ``Bool[B|1, Q]``; a query that is not active sees nothing. ``None``: all are.
 
     Args:
@@ -277,7 +266,7 @@ class MaskLayout(LayoutBase):
         if self.batch != 1:
             raise LayoutError(f"batch must be that of the layout, unless that is 1, got {batch} and {self.batch}")
         visibility = pinned(self.visibility, 1, self.heads)
-        return self._with(batch=batch, visibility=visibility, _known=Known(self._host, None, self._positions))
+        return self._with(batch=batch, visibility=visibility, _known=self._facts()._replace(lowered=None))
 
     def with_window(self, window: int | None) -> MaskLayout:
         """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged."""
@@ -305,23 +294,8 @@ class MaskLayout(LayoutBase):
         """
         if not isinstance(other, MaskLayout):
             return NotImplemented
-        _check_intersection(self, other)
-        a, b, device = self.visibility, other.visibility, self.device or other.device
-        make = functools.partial(
-            self._with,
-            batch=_broadcast(self.batch, other.batch),
-            heads=_broadcast(self.heads, other.heads),
-            active_queries=_both(self.active_queries, other.active_queries),
-        )
-        if isinstance(a, StructuredMask) and isinstance(b, StructuredMask):
-            mask, host = _both_structured(a, b, self._host, other._host)
-            if mask is not None:
-                return make(visibility=mask, _known=Known(host))
-        known = Known(positions=self._places() or other._places())
-        if isinstance(a, Tensor) or isinstance(b, Tensor):
-            return make(visibility=self.to_dense(device) & other.to_dense(device), _known=known)
-        both = BothMod(pinned(a, self.batch, self.heads), pinned(b, other.batch, other.heads), self.q_len, self.kv_len)
-        return make(visibility=both, _known=known)
+        fields, known = operations.intersection(self, self._facts(), other, other._facts())
+        return self._with(**fields, _known=known)
 
     def select_queries(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
         """The layout of some of the queries, which keep their positions and documents.
@@ -330,11 +304,13 @@ class MaskLayout(LayoutBase):
             index: a slice, ints, or an integer tensor ``[N]``, in any order; each in ``0 .. q_len - 1``.
             validate: see :class:`MaskLayout`; here for an index that lies on a device.
         """
-        return self._select("queries", index, validate=validate)
+        fields, known = operations.selection(self, self._facts(), "queries", index, validate=validate)
+        return self._with(**fields, _known=known)
 
     def select_keys(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
         """The layout of some of the keys, which keep their positions and documents; see :meth:`select_queries`."""
-        return self._select("keys", index, validate=validate)
+        fields, known = operations.selection(self, self._facts(), "keys", index, validate=validate)
+        return self._with(**fields, _known=known)
 
     def select_heads(self, index: slice) -> MaskLayout:
         """The layout of some of the heads. One that is the same for all heads (``heads == 1``) stays as it is."""
@@ -346,77 +322,6 @@ class MaskLayout(LayoutBase):
         visibility = selected(self.visibility, "heads", part)
         return self._with(heads=count, visibility=visibility, _known=Known(positions=self._positions))
 
-    def _select(self, axis: str, index: slice | Sequence[int] | Tensor, *, validate: bool) -> MaskLayout:
-        queries = axis == "queries"
-        part, host_part, count = as_index(index, self.q_len if queries else self.kv_len, validate=validate)
-        device = self.device or (part.device if isinstance(part, Tensor) else torch.device("cpu"))
-        sizes = {"q_len": count} if queries else {"kv_len": count}
-        active = self.active_queries
-        if active is not None and queries:
-            active = take(active, 1, part)
-        if not isinstance(self.visibility, StructuredMask):
-            q, k = self._positions or default_positions(self.q_len, self.kv_len, device)
-            positions = (take(q, 1, part), k) if queries else (q, take(k, 1, part))
-            visibility = selected(self.visibility, axis, part)
-            return self._with(**sizes, visibility=visibility, active_queries=active, _known=Known(positions=positions))
-        host = None
-        if self._host is not None and host_part is not None:
-            mask, host_active = self._host
-            if host_active is not None and queries:
-                host_active = take(host_active, 1, host_part)
-            host = Host(self._part(mask, queries, host_part, torch.device("cpu")), host_active)
-        structure = self._part(self.visibility, queries, part, device)
-        return self._with(**sizes, visibility=structure, active_queries=active, _known=Known(host))
-
-    def _part(self, mask: StructuredMask, queries: bool, index: Index, device: torch.device) -> StructuredMask:
-        fields = ("q_positions", "q_segments") if queries else ("kv_positions", "kv_segments", "kv_valid")
-        return select(carry_positions(mask, self.q_len, self.kv_len, device), fields, index)
-
-    def _places(self) -> tuple[Tensor, Tensor] | None:
-        """The positions of queries and keys where they are written out."""
-        mask = self.visibility
-        if isinstance(mask, StructuredMask) and mask.q_positions is not None:
-            mask = carry_positions(mask, self.q_len, self.kv_len, self.device)
-            return cast("tuple[Tensor, Tensor]", (mask.q_positions, mask.kv_positions))
-        return self._positions
-
 
 def _or(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _check_intersection(a: MaskLayout, b: MaskLayout) -> None:
-    problems = [
-        f"{name} must be equal, got {getattr(a, name)} and {getattr(b, name)}"
-        for name in ("q_len", "kv_len")
-        if getattr(a, name) != getattr(b, name)
-    ]
-    problems += [
-        f"{name} must be equal or 1, got {getattr(a, name)} and {getattr(b, name)}"
-        for name in ("batch", "heads")
-        if getattr(a, name) != getattr(b, name) and 1 not in (getattr(a, name), getattr(b, name))
-    ]
-    if a.device is not None and b.device is not None and a.device != b.device:
-        problems.append(f"device must be the same, got {a.device} and {b.device}; move one with to()")
-    if problems:
-        raise LayoutError("layouts joined with & must fit each other: " + "; ".join(problems))
-
-
-def _broadcast(x: int, y: int) -> int:
-    return y if x == 1 else x
-
-
-def _both(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return y if x is None else x if y is None else x & y
-
-
-def _both_structured(
-    a: StructuredMask, b: StructuredMask, a_host: Host | None, b_host: Host | None
-) -> tuple[StructuredMask | None, Host | None]:
-    """The intersection as a structure and its copy on the host, which decides where there is one."""
-    if a_host is None or b_host is None or torch.compiler.is_compiling():
-        return intersect(a, b, operator.is_), None
-    mask = intersect(a_host.mask, b_host.mask, lambda x, y: bool((x == y).all()))
-    if mask is None:
-        return None, None
-    return intersect(a, b, lambda *_: True), Host(mask, _both(a_host.active, b_host.active))

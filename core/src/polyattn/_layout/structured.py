@@ -119,21 +119,22 @@ def visible_rows(
     mask: StructuredMask, q_len: int, kv_len: int, start: int, stop: int, device: torch.device | None
 ) -> Tensor:
     """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, stop - start, K]``."""
-    q, k = _positions(mask, q_len, kv_len, device)
+    q, k = positions(mask, q_len, kv_len, device)
 
     def row(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[:, :, None] if value.shape[1] == 1 else value[:, start:stop, None]
+        return None if value is None else value[:, start:stop, None]
 
     def column(value: Tensor | None) -> Tensor | None:
         return None if value is None else value[:, None, :]
 
+    prefix = _query_prefix(mask)
     seen = _visible(
         mask,
         q[:, start:stop, None],
         k[:, None, :],
         valid=column(mask.kv_valid),
-        segments=(None if mask.q_segments is None else mask.q_segments[:, start:stop, None], column(mask.kv_segments)),
-        prefix=row(_query_prefix(mask)),
+        segments=(row(mask.q_segments), column(mask.kv_segments)),
+        prefix=None if prefix is None else row(prefix.expand(-1, q_len)),
     )
     return torch.ones(1, 1, 1, dtype=torch.bool, device=device) if seen is None else seen
 
@@ -204,7 +205,8 @@ def _saturating_distance(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     return high - torch.maximum(low, high.clamp(min=-1) - limit)
 
 
-def _positions(mask: StructuredMask, q_len: int, kv_len: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+def positions(mask: StructuredMask, q_len: int, kv_len: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    """The positions of queries and keys, ``Int[B|1, .]``; those that are not given are made on ``device``."""
     q, k = default_positions(q_len, kv_len, device)
     if mask.q_positions is None:
         return q, k
@@ -218,12 +220,6 @@ def _query_prefix(mask: StructuredMask) -> Tensor | None:
         return None if prefix is None else prefix[:, None]
     rows = torch.broadcast_shapes(prefix.shape[:1], mask.q_segments.shape[:1])[0]
     return prefix.expand(rows, -1).gather(1, mask.q_segments.long().expand(rows, -1))
-
-
-def carry_positions(mask: StructuredMask, q_len: int, kv_len: int, device: torch.device | None) -> StructuredMask:
-    """The same mask with both positions written out, so that a part of it keeps its place."""
-    q, k = _positions(mask, q_len, kv_len, device)
-    return mask.replace(q_positions=q, kv_positions=k)
 
 
 def select(mask: StructuredMask, fields: Sequence[str], index: Index) -> StructuredMask:
