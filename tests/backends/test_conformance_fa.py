@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from fa_stand_in import stand_in
-from polyattn_fa2 import FlashBackend, FlashOptions
 
+from fa_stand_in import stand_in
 from polyattn.testing import BackendConformance
 from polyattn.testing.runner import start_trial
+from polyattn_fa2 import FlashBackend, FlashOptions
 
 
 class TestFlashAttn(BackendConformance):

@@ -1,8 +1,8 @@
 """FlashAttention-2 in plain torch on the CPU, as unfriendly as the real kernels.
 
 Two stand-ins for two packages: :func:`flash_attn` has the functions of ``flash_attn.flash_attn_interface``,
-:func:`torch_varlen` those of ``torch.nn.attention.varlen``. Both accumulate in FP32 and round where the kernels round. And
-both leave NaN outside every sequence (results and gradients) and in queries beyond ``max_q``, give dead rows the LSE
+:func:`torch_varlen` those of ``torch.nn.attention.varlen``. Both accumulate in FP32 and round where the kernels round.
+Both leave NaN outside every sequence (results and gradients) and in queries beyond ``max_q``, give dead rows the LSE
 ``+inf``, take a reach of ``max_k`` or more for unbounded, compute ``rowsum(dO * O)`` from the ``O`` they are given, and
 refuse FP32, int64 offsets, odd or wide heads, empty batches and a last stride other than 1.
 """
@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from polyattn_fa2 import providers
 from torch import Tensor
+
+from polyattn_fa2 import providers
 
 
 @dataclasses.dataclass
@@ -111,7 +112,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, rule: _Rule, visible: Tensor, kept
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, rule: _Rule, visible: Tensor, kept: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    rule: _Rule,
+    visible: Tensor,
+    kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     at, low = _attend(q, k, rule, visible, lse, kept), q.dtype
     keep = kept / (1 - rule.dropout)
@@ -237,7 +246,7 @@ def flash_attn(calls: Calls) -> Any:
         flat = _flat(dout, q, k, v, out)
         grads = [torch.empty_like(x) for x in flat[1:4]]
         _flash_attn_varlen_backward(
-            *flat, softmax_lse.transpose(0, 1).flatten(1), *grads, _equal_offsets(batch, queries),
+            *flat, softmax_lse.transpose(0, 1).flatten(1).contiguous(), *grads, _equal_offsets(batch, queries),
             _equal_offsets(batch, keys), queries, keys, dropout_p, softmax_scale, causal, window_size_left,
             window_size_right, softcap, alibi_slopes, deterministic, rng_state,
         )  # fmt: skip
@@ -266,7 +275,9 @@ def torch_varlen(calls: Calls) -> Any:
         _check(query, key, value, heads=(query.shape[1], key.shape[1]))
         _check_offsets(cu_seq_q, cu_seq_k, ends=(len(query), len(key)))
         _check_lengths(max_q, max_k)
-        assert enable_gqa or query.shape[1] == key.shape[1], "Expect query and key/value to have the same number of heads"
+        assert enable_gqa or query.shape[1] == key.shape[1], (
+            "Expect query and key/value to have the same number of heads"
+        )
         run = _Run(cu_seq_q, cu_seq_k, max_q, max_k, _Rule(scale, window_size == (-1, 0), *window_size), 0)
         output, lse = run.forward(query, key, value)
         return (output, lse) if return_aux is not None and return_aux.lse else output

@@ -69,4 +69,6 @@ def _matches(value: Any, hint: Any) -> bool:
 
 
 def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
     return getattr(hint, "__name__", None) or str(hint).replace("typing.", "")

@@ -168,7 +168,8 @@ class FlashBackend(BackendBase):
         title, calls = providers.get(plan.settings.provider).title(), plan.sequences.calls
         if plan.sequences.q_offsets is None:
             return f"{title}, one call on the batch as it is"
-        return f"{title}, {int(calls[:, 3].sum())} sequences in {len(calls)} calls"
+        many = "call" if len(calls) == 1 else "calls"
+        return f"{title}, {int(calls[:, 3].sum())} sequences in {len(calls)} {many}"
 
     def _deterministic(self, request: AttentionRequest) -> bool:
         return request.deterministic or self.options.deterministic
@@ -189,7 +190,7 @@ def _uniform_reach(layout: MaskLayout, request: AttentionRequest) -> Reach | Non
     ahead = layout.kv_len - layout.q_len
     if mask.causal and ahead < 0:
         return None
-    if mask.window is None or mask.window > max(layout.kv_len, layout.q_len):
+    if mask.window is None or mask.window >= max(layout.kv_len, layout.q_len):
         return -1, 0 if mask.causal else -1
     # A key that no query sees, or a query that sees nothing; and the kernels take a reach of K or more for unbounded.
     if ahead < 0 or ahead >= mask.window:

@@ -15,6 +15,8 @@ from polyattn_fa2.providers.torch_varlen import TorchVarlen
 __all__ = ["FlashAttn", "Forward", "Grads", "KernelCall", "Provider", "TorchVarlen", "choose", "get", "override"]
 
 _PROVIDERS: dict[str, Provider] = {"flash_attn": FlashAttn(), "torch_varlen": TorchVarlen()}
+#: Providers that were found to run, by what was asked; a failure is looked into again.
+_FOUND: dict[tuple[str, torch.device], Provider] = {}
 
 
 def get(name: str) -> Provider:
@@ -27,10 +29,12 @@ def override(name: str, provider: Provider) -> Iterator[None]:
     """Another provider under a known name, for a test."""
     before = _PROVIDERS[name]
     _PROVIDERS[name] = provider
+    _FOUND.clear()
     try:
         yield
     finally:
         _PROVIDERS[name] = before
+        _FOUND.clear()
 
 
 def choose(name: str, device: torch.device) -> tuple[Provider, tuple[Reason, ...]]:
@@ -41,6 +45,16 @@ def choose(name: str, device: torch.device) -> tuple[Provider, tuple[Reason, ...
             One that is installed and broken is not passed over in silence.
         device: of q, k and v.
     """
+    found = _FOUND.get((name, device))
+    if found is not None:
+        return found, ()
+    provider, reasons = _look(name, device)
+    if not reasons:
+        _FOUND[name, device] = provider
+    return provider, reasons
+
+
+def _look(name: str, device: torch.device) -> tuple[Provider, tuple[Reason, ...]]:
     first = get("flash_attn" if name == "auto" else name)
     reasons = first.reasons(device)
     if name != "auto" or NOT_INSTALLED not in {reason.code for reason in reasons}:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import importlib
 import importlib.util
+import sys
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -88,11 +89,12 @@ class Provider(abc.ABC):
 
     def load(self) -> Any:
         """The module with the kernels, imported when it is first needed."""
+        importlib.import_module(self.package)
         return importlib.import_module(self.module)
 
     def installed(self) -> bool:
         """Whether the package is there; does not import it."""
-        return importlib.util.find_spec(self.package) is not None
+        return sys.modules.get(self.package) is not None or importlib.util.find_spec(self.package) is not None
 
     def reasons(self, device: torch.device) -> tuple[Reason, ...]:
         """Why nothing can run on ``device``; empty when it can.
