@@ -1,0 +1,228 @@
+"""Preparing block masks, refusing what the device's kernel cannot do, and calling it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyattn import (
+    AttentionRequest,
+    AttentionResult,
+    BackendBase,
+    MaskLayout,
+    PreparedAttention,
+    Reason,
+    apply_sinks,
+)
+from polyattn._features import missing_abilities
+from polyattn_flex import _reasons
+from polyattn_flex._blocks import TILE, Blocks, from_ranges, from_rows
+from polyattn_flex._options import FlexOptions
+
+#: The matrix instructions of the CUDA kernels take no narrower operand.
+_LEAST_WIDTH = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlexPlan:
+    """The state of a prepared layout; empty where a size is zero.
+
+    Attributes:
+        blocks: the tiles that the kernel visits; ``None`` where nothing is compiled.
+        ranges: what the kernel evaluates in partial tiles: the first key of each query and the one after its last,
+            two ``Int32[B|1, Q]``;
+        dense: or, where a query's keys are no run, ``Bool[B|1, H|1, Q, K]``; or neither, and it is the layout's own
+            function.
+        dead: ``Bool[B|1, H|1, Q, 1]``, rows that see nothing, where gradients have to be kept from them.
+        unseen: ``Bool[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` when there are none.
+    """
+
+    blocks: Blocks | None = None
+    ranges: tuple[Tensor, Tensor] | None = None
+    dense: Tensor | None = None
+    dead: Tensor | None = None
+    unseen: Tensor | None = None
+
+
+class FlexBackend(BackendBase):
+    """torch's FlexAttention under block masks that come from the structure of the layout.
+
+    Attributes:
+        abilities: what is honoured on the best device of this machine; :meth:`abilities_on` asks about one.
+    """
+
+    name = "flex_attention"
+    Options = FlexOptions
+    options: FlexOptions
+
+    def __init__(self, options: FlexOptions | None = None) -> None:
+        super().__init__(options)
+        self.abilities = self.abilities_on(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def abilities_on(self, device: torch.device) -> frozenset[str]:
+        """What is honoured on ``device``."""
+        if not self.options.compiled:
+            return _reasons.UNCOMPILED
+        return _reasons.COMPILED_CPU if device.type == "cpu" else _reasons.COMPILED_CUDA
+
+    def device_reasons(self, device: torch.device) -> tuple[Reason, ...]:
+        """The kind of device, and what its compiler needs."""
+        return _reasons.of_device(device, compiled=self.options.compiled)
+
+    def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """Every reason: device and compiler first, then features that the device's kernel lacks, then options."""
+        device = request.device
+        missing = missing_abilities(self.name, self.abilities_on(device), layout, request)
+        if self.options.compiled:
+            missing = tuple(_reasons.explained(reason, device) for reason in missing)
+        return (*self.device_reasons(device), *missing, *_reasons.of_options(self.options, layout, request))
+
+    def preference(self, layout: MaskLayout, request: AttentionRequest) -> int:
+        """On CUDA above lowerings in plain operations; on the CPU last, since each new size is seconds of compiling."""
+        return 60 if self.options.compiled and request.device.type == "cuda" else -10
+
+    def plan(self, layout: MaskLayout, request: AttentionRequest) -> FlexPlan:
+        """Find the tiles, from the structure where there is one."""
+        device, backward = request.device, request.needs_grad
+        if 0 in (request.batch, layout.q_len, layout.kv_len):
+            return FlexPlan()
+        dead = layout.rows_without_keys(device).unsqueeze(-1) if backward and layout.may_have_dead_rows else None
+        unseen = _unseen_keys(layout, request) if layout.may_have_unseen_keys else None
+        if not self.options.compiled:
+            _warn_uncompiled()
+            return FlexPlan(dense=layout.to_dense(device), dead=dead, unseen=unseen)
+        ranges = layout.key_ranges()
+        if ranges is not None:
+            blocks = from_ranges(*ranges, layout.kv_len, backward=backward).to(device)
+            start, stop = (x.to(device, torch.int32) for x in ranges)
+            return FlexPlan(blocks, ranges=(start, stop), dead=dead, unseen=unseen)
+        if device.type != "cpu" and not isinstance(layout.visibility, Tensor) and not request.has_bias:
+            rows = functools.partial(layout.dense_rows, device=device)
+            return FlexPlan(from_rows(rows, layout.q_len, backward=backward), dead=dead, unseen=unseen)
+        # The CPU kernel runs as an operator, which takes tensors and no function; the level of a biased row needs them.
+        dense = layout.to_dense(device)
+        blocks = from_rows(lambda start, stop: dense[:, :, start:stop], layout.q_len, backward=backward)
+        return FlexPlan(blocks, dense=dense, dead=dead, unseen=unseen)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: PreparedAttention,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> AttentionResult:
+        """Run the kernel, and keep from it what nobody may see."""
+        plan: FlexPlan = prepared.state
+        request = prepared.request
+        if plan.blocks is None and plan.dense is None:
+            return _empty(q, k, v, request)
+        if plan.unseen is not None:
+            v = torch.where(plan.unseen, 0.0, v)
+        if request.needs_grad:
+            # Forward each row stands for itself; backward NaN in a query or key would pass through products with zero.
+            k = k if plan.unseen is None else torch.where(plan.unseen, 0.0, k)
+            q = q if plan.dead is None else torch.where(plan.dead, 0.0, q)
+        if bias is not None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            bias = bias.to(wide).reshape((1,) * (4 - bias.dim()) + bias.shape)
+        # A bias may block what the mask leaves of a row; only the LSE knows.
+        want_lse = request.needs_lse or request.has_sinks or (bias is not None and request.needs_grad)
+        output, lse = self._run(q, k, v, prepared, bias, lse=want_lse)
+        dead = plan.dead
+        if bias is not None and request.needs_grad:
+            assert lse is not None
+            dead = lse.detach().isneginf().unsqueeze(-1)
+        if dead is not None:
+            output = torch.where(dead, 0.0, output)
+            lse = None if lse is None else torch.where(dead.squeeze(-1), -torch.inf, lse)
+        if sinks is not None:
+            assert lse is not None
+            output = apply_sinks(output, lse, sinks)
+        return AttentionResult(output, lse if request.needs_lse else None)
+
+    def _run(
+        self, q: Tensor, k: Tensor, v: Tensor, prepared: PreparedAttention, bias: Tensor | None, *, lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        from polyattn_flex import _kernels, _ops
+
+        plan: FlexPlan = prepared.state
+        request, options = prepared.request, self.options
+        scale, softcap = request.scale, request.softcap
+        assert scale is not None
+        if plan.blocks is None:
+            assert plan.dense is not None
+            result: tuple[Tensor, Tensor] = _kernels.evaluated(q, k, v, plan.dense, bias, scale, softcap)
+            return result
+        mask = plan.dense if plan.ranges is None else plan.ranges
+        if q.device.type == "cpu":
+            assert mask is not None
+            limit = options.compile_limit
+            return _ops.infer(q, k, v, plan.blocks, mask, bias, scale=scale, softcap=softcap, limit=limit), None
+        output, found = _kernels.compiled(
+            _widened(q),
+            _widened(k),
+            _widened(v),
+            plan.blocks,
+            prepared.layout.to_mask_mod() if mask is None else mask,
+            bias,
+            scale=scale,
+            softcap=softcap,
+            lse=lse,
+            limit=options.compile_limit,
+            kernel_options={"BACKEND": self._cuda_kernel, **options.kernel_options},
+        )
+        return output[..., : v.shape[3]], found
+
+    @property
+    def _cuda_kernel(self) -> str:
+        # Left to itself torch takes another kernel below 128 queries.
+        return "TRITON_DECODE" if self.options.decode else "TRITON"
+
+    def describe(self, prepared: PreparedAttention) -> str:
+        """Which kernel runs over how many tiles; reads the block table."""
+        plan: FlexPlan = prepared.state
+        if plan.blocks is None and plan.dense is None:
+            return "nothing to compute"
+        if plan.blocks is None:
+            return "uncompiled (option compiled=False): evaluated densely, quadratic memory"
+        kernel = "CPU" if prepared.request.device.type == "cpu" else self._cuda_kernel
+        full, partial = int(plan.blocks.full_count.sum()), int(plan.blocks.partial_count.sum())
+        return f"compiled flex_attention, kernel {kernel}, {full} full and {partial} partial tiles of {TILE} x {TILE}"
+
+
+def _widened(x: Tensor) -> Tensor:
+    return F.pad(x, (0, _LEAST_WIDTH - x.shape[3])) if x.shape[3] < _LEAST_WIDTH else x
+
+
+def _unseen_keys(layout: MaskLayout, request: AttentionRequest) -> Tensor:
+    unseen = layout.unseen_keys(request.device)
+    if unseen.shape[1] > 1:
+        unseen = unseen.unflatten(1, (request.kv_heads, request.group)).all(2)
+    return unseen.unsqueeze(-1)
+
+
+def _empty(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> AttentionResult:
+    """Zeros and ``-inf`` that depend on q, k and v, with zero gradients."""
+    nothing = q[:, :, :0].sum() + k[:, :, :0].sum() + v[:, :, :0].sum()
+    output = nothing.expand(*q.shape[:3], v.shape[3]).contiguous()
+    if not request.needs_lse:
+        return AttentionResult(output)
+    lse = (nothing - torch.inf).to(torch.promote_types(q.dtype, torch.float32))
+    return AttentionResult(output, lse.expand(q.shape[:3]).contiguous())
+
+
+@functools.cache
+def _warn_uncompiled() -> None:
+    warnings.warn(
+        "backend 'flex_attention' with compiled=False evaluates attention densely, in memory quadratic in the length; "
+        "leave the option out to run the compiled kernel",
+        stacklevel=2,
+    )

@@ -1,0 +1,78 @@
+"""The functions that FlexAttention takes: which key a query sees, and what becomes of a score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+#: A row whose visible biases all lie below this is counted from the highest of them; FP32 still tells 1e-4 there.
+_DEEP = -1e3
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+#: First key and key after the last one of each query, ``Int32[B|1, Q]``; or ``Bool[B|1, H|1, Q, K]``; or a function.
+Mask = tuple[Tensor, Tensor] | Tensor | MaskMod
+
+
+def mask_mod(mask: Mask) -> MaskMod:
+    """A mask as FlexAttention takes it."""
+    if isinstance(mask, tuple):
+        start, stop = mask
+
+        def in_range(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return (kv_idx >= _at(start, b, q_idx)) & (kv_idx < _at(stop, b, q_idx))
+
+        return in_range
+    if isinstance(mask, Tensor):
+        dense = mask
+
+        def in_dense(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            return _at(dense, b, h, q_idx, kv_idx)
+
+        return in_dense
+    function = mask
+
+    def in_function(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return function(b, h, q_idx, kv_idx)
+
+    return in_function
+
+
+def score_mod(softcap: float | None, bias: Tensor | None, level: Tensor | None = None) -> ScoreMod | None:
+    """Softcap, then bias ``[B|1, H|1, Q|1, K|1]``, less the level ``[B|1, H|1, Q]``; ``None``: scores stay."""
+    if softcap is None and bias is None and level is None:
+        return None
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            score = score + _at(bias, b, h, q_idx, kv_idx)
+        return score if level is None else score - _at(level, b, h, q_idx)
+
+    return changed
+
+
+def row_peak(mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor, kv_len: int) -> Tensor:
+    """The highest bias that each query sees, ``[B|1, H|1, Q]``; ``-inf`` where mask and bias block all keys."""
+    if isinstance(mask, tuple):
+        start, stop = (x[:, None, :, None] for x in mask)
+        keys = torch.arange(kv_len, device=bias.device, dtype=start.dtype)
+        mask = (keys >= start) & (keys < stop)
+    return torch.where(mask, bias.detach(), -torch.inf).amax(-1)
+
+
+def row_level(peak: Tensor) -> Tensor:
+    """What is subtracted from a row's scores, and added to its LSE again, so that its bias does not drown them.
+
+    No weight depends on it. But kernels that work in powers of two take the lowest numbers of a dtype to ``-inf``,
+    and a backward that forms weights as ``exp(score - lse)`` finds 1, not 1 / n, where ``log(n)`` is rounded away.
+    """
+    return torch.where((peak < _DEEP) & ~peak.isneginf(), peak, 0)
+
+
+def _at(value: Tensor, *index: Tensor) -> Tensor:
+    """``value[index]``, where a dimension of size 1 broadcasts."""
+    return value[tuple(i * 0 if size == 1 else i for size, i in zip(value.shape, index, strict=True))]

@@ -1,0 +1,95 @@
+"""The compiled CPU kernel as one opaque operator.
+
+Inlined into an outer graph it reads wrong addresses where q is a view of a linear layer's output; as a custom op it is
+compiled by itself, whatever surrounds it. It is inference only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn_flex._blocks import Blocks
+from polyattn_flex._kernels import compiled
+from polyattn_flex._mods import Mask
+
+#: A partition that no tile divides keeps torch from its decode kernel, which gives wrong numbers for a row whose
+#: scores are very negative in one tile and masked in another.
+_NO_DECODE = {"PARTITION_SIZE": 1}
+
+
+def infer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Blocks,
+    mask: tuple[Tensor, Tensor] | Tensor,
+    bias: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    limit: int,
+) -> Tensor:
+    """The output ``[B, Hq, Q, Dv]``; arguments as for ``compiled``."""
+    of_mask = list(mask) if isinstance(mask, tuple) else [mask]
+    output: Tensor = _infer_op(q, k, v, blocks.tensors(), of_mask, bias, scale, softcap, limit)
+    return output
+
+
+@torch.library.custom_op("polyattn_flex::infer", mutates_args=())
+def _infer_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: list[Tensor],
+    mask: list[Tensor],
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    limit: int,
+) -> Tensor:
+    kept: Mask = mask[0] if len(mask) == 1 else (mask[0], mask[1])
+    # Whether autograd or autocast is on would make another kernel of the same code.
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        output, _ = compiled(
+            _ordered(q),
+            _ordered(k),
+            _ordered(v),
+            Blocks(*blocks),
+            kept,
+            bias if bias is None else bias.detach(),
+            scale=scale,
+            softcap=softcap,
+            lse=False,
+            limit=limit,
+            kernel_options=_NO_DECODE,
+        )
+    return _as(q, output)
+
+
+@_infer_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: list[Tensor],
+    mask: list[Tensor],
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    limit: int,
+) -> Tensor:
+    return _as(q, q.new_empty((*q.shape[:3], v.shape[3])))
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """``x`` in one of two orders of strides, heads first or sequence first, since each one is another kernel."""
+    x = x.detach()
+    return x if x.transpose(1, 2).is_contiguous() else x.contiguous()
+
+
+def _as(q: Tensor, output: Tensor) -> Tensor:
+    """``output`` in the order of ``q``, which the kernel gives it anyway."""
+    if q.transpose(1, 2).is_contiguous():
+        return output.transpose(1, 2).contiguous().transpose(1, 2)
+    return output.contiguous()
