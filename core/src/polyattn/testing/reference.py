@@ -7,7 +7,7 @@ to any order.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 import torch
 from torch import Tensor
@@ -67,7 +67,8 @@ def plain_attention(
     return torch.where(step.live.unsqueeze(-1), output, 0), torch.where(step.live, step.lse, -torch.inf)
 
 
-class SoftmaxStep(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class SoftmaxStep:
     """Everything up to the attention weights.
 
     Attributes:

@@ -53,7 +53,7 @@ _LENGTH = 9
     }
 )
 def window(trial: Trial, parameters: Window) -> None:
-    """A window of W keys: causal sees 0 <= q - k < W, both ways |q - k| < W; a huge one sees everything."""
+    """A window of W keys: causal sees 0 <= q - k < W, both ways abs(q - k) < W; a huge one sees everything."""
     for width in (1, 2, 3, _LENGTH - 1, _LENGTH, _LENGTH + 1, 2**31 - 2, 2**31 - 1, 2**31, 2**40):
         mask = StructuredMask(causal=parameters.causal, window=width)
         layout = MaskLayout(q_len=parameters.q_len, kv_len=_LENGTH, batch=1, heads=1, visibility=mask)
