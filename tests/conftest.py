@@ -11,11 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from tiny_dists import TinyDist, tiny_backend
-
 from polyattn import _discovery, _hooks
 from polyattn._registry import Registry, backends, rope_variants
 from polyattn._trust import ALLOW, DISABLE, trust
+from tiny_dists import TinyDist, tiny_backend
 
 
 def _left_behind():

@@ -9,9 +9,9 @@ import time
 
 import pytest
 from click.testing import CliRunner
-from tiny_dists import backend_source
 
 from polyattn._cli import COMMANDS, cli
+from tiny_dists import backend_source
 
 
 def polyattn(*arguments):

@@ -7,7 +7,6 @@ import pickle
 import sys
 
 import pytest
-from tiny_dists import backend_source
 
 import polyattn
 from polyattn import (
@@ -18,6 +17,7 @@ from polyattn import (
     UnknownBackendError,
     _discovery,
 )
+from tiny_dists import backend_source
 
 
 class Fake:

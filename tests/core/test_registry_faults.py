@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from tiny_dists import TinyDist, backend_source, tiny_backend
 
 HOOK = "import pluggy\nhookimpl = pluggy.HookimplMarker('polyattn')\n@hookimpl\n"
