@@ -187,6 +187,24 @@ def test_any_strides_give_the_same_numbers(layout):
     torch.testing.assert_close(prepare(layout, *transposed)(*transposed).output, want)
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("layout", [MaskLayout.causal(6), MaskLayout.causal(6, window=2)], ids=["plain", "tiles"])
+def test_a_scale_that_is_not_positive_hides_the_same_keys(layout, scale):
+    q, k, v = tensors(grad=True)
+    output = polyattn.attention(q, k, v, layout, backend="sdpa", scale=scale).output
+    want, _ = reference_attention(q, k, v, layout.to_dense(), scale=scale)
+    torch.testing.assert_close(output, want.float())
+    torch.testing.assert_close(torch.autograd.grad(output.sum(), q), torch.autograd.grad(want.float().sum(), q))
+
+
+def test_a_bias_over_no_keys_gets_an_empty_gradient():
+    q, k, v = tensors(kv_len=0, grad=True)
+    bias = torch.zeros(4, 6, 0, requires_grad=True)
+    output = polyattn.attention(q, k, v, MaskLayout.full(6, 0), backend="sdpa", bias=bias).output
+    assert (output == 0).all()
+    assert [x.shape for x in torch.autograd.grad(output.sum(), (q, bias))] == [q.shape, bias.shape]
+
+
 FATAL = {
     "no queries": "attention(rand(1, 2, 0, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(0, 4))",
     "no keys": "attention(rand(1, 2, 4, 8), rand(1, 2, 0, 8), rand(1, 2, 0, 8), L.full(4, 0))",

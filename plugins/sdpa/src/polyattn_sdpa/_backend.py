@@ -112,9 +112,13 @@ class SdpaBackend(BackendBase):
         """Run the planned path."""
         plan: SdpaPlan = prepared.state
         request = prepared.request
+        scale = request.scale
+        assert scale is not None
+        if scale <= 0:  # the kernels scale their -inf too, which would open or poison what it hides
+            q, scale = (q * -1.0, -scale) if scale < 0 else (q * 0.0, 1.0)
         if plan.path == "plain":
             output = scaled_dot_product_attention(
-                q, k, v, is_causal=plan.causal, scale=request.scale, enable_gqa=request.group > 1
+                q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=request.group > 1
             )
             return AttentionResult(output)
         dead, mask = plan.dead, plan.mask
@@ -126,12 +130,12 @@ class SdpaBackend(BackendBase):
             assert mask is not None
             mask = bias + mask
             # A bias of -inf may block the rest of a row: open it for the kernel and select 0 afterwards.
-            blocked = mask.detach().amax(-1, keepdim=True) == -torch.inf
+            blocked = (mask.detach() == -torch.inf).all(-1, keepdim=True)
             mask = torch.where(blocked, 0.0, mask)
             dead = blocked if dead is None else dead | blocked
         lse: Tensor | None = None
         if plan.path == "math":
-            output = _math(q, k, v, mask, request)
+            output = _math(q, k, v, mask, scale, request)
         else:
             output, lse = fused(
                 q,
@@ -141,7 +145,7 @@ class SdpaBackend(BackendBase):
                 mask,
                 window=plan.window,
                 per_row=plan.per_row,
-                scale=_scale(request),
+                scale=scale,
                 lse_grad=request.needs_lse_grad or request.has_sinks,
             )
         if dead is not None:
@@ -166,11 +170,6 @@ class SdpaBackend(BackendBase):
 def _structure(layout: MaskLayout) -> StructuredMask:
     assert isinstance(layout.visibility, StructuredMask)
     return layout.visibility
-
-
-def _scale(request: AttentionRequest) -> float:
-    assert request.scale is not None
-    return request.scale
 
 
 def _needs_math(request: AttentionRequest) -> str | None:
@@ -213,9 +212,9 @@ def _selections(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor |
     return dead, unseen.unsqueeze(-1)
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, request: AttentionRequest) -> Tensor:
+def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, request: AttentionRequest) -> Tensor:
     output, _ = torch.ops.aten._scaled_dot_product_attention_math(  # noqa: SLF001
-        q, k, v, mask, request.dropout, False, scale=request.scale, enable_gqa=request.group > 1
+        q, k, v, mask, request.dropout, False, scale=scale, enable_gqa=request.group > 1
     )
     assert isinstance(output, Tensor)
     return output
