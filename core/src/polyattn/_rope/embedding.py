@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from polyattn._errors import RopeConfigError
+from polyattn._errors import AttentionInputError, RopeConfigError
 from polyattn._registry import rope_variants
 from polyattn._rope.spec import RopeSpec
 from polyattn._rope.variant import RopeVariant, host_frequencies
@@ -47,17 +47,16 @@ class _Rule:
     def of(cls, variant: RopeVariant, spec: RopeSpec, length: int | None) -> _Rule:
         inv_freq, attention_scaling, position_scaling = host_frequencies(variant, spec, length)
         owners = () if spec.axes is None else spec.axes.lanes()
-        axes = range(0 if spec.axes is None else len(spec.axes.sections))
-        rows = [tuple(f if owner == axis else 0.0 for f, owner in zip(inv_freq, owners)) for axis in axes]
+        rows = [tuple(f * (o == axis) for f, o in zip(inv_freq, owners, strict=True)) for axis in sorted(set(owners))]
         return cls((*rows, tuple(inv_freq)), attention_scaling, position_scaling)
 
 
 class RotaryEmbedding(nn.Module):
     """Positions to FP32 tables, by the rule of a spec.
 
-    It has no parameters and no buffers: the frequencies are host numbers, computed once when it is built, and the copies
-    on devices are a cache. So casts, moves, ``to_empty``, pickling and meta construction cannot harm them, and nothing
-    of it is in a state dict. An ``inv_freq`` that an older checkpoint carries for it is ignored.
+    It has no parameters and no buffers: the frequencies are host numbers, computed once when it is built, and copies on
+    devices are a cache. So casts, moves, ``to_empty``, pickling and meta construction cannot harm them, and none of it
+    is in a state dict. An ``inv_freq`` that an older checkpoint carries for it is ignored.
 
     Args:
         spec: the rotary spec.
@@ -69,9 +68,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, spec: RopeSpec) -> None:
         super().__init__()
         if not isinstance(spec, RopeSpec):
-            raise RopeConfigError(
-                f"spec must be a RopeSpec, got {type(spec).__name__}; see RopeSpec.from_dict and from_hf"
-            )
+            raise RopeConfigError(f"spec must be a RopeSpec, got {type(spec).__name__}; RopeSpec.from_dict makes one")
         variant = rope_variants.get(spec.variant)
         self.spec = spec
         self._pure = getattr(variant, "pure", True)
@@ -81,8 +78,9 @@ class RotaryEmbedding(nn.Module):
         self._copies: dict[tuple[int, torch.device], Tensor] = {}
 
     def sharing_key(self) -> Hashable:
-        """What embeddings that make the same tables have in common: the spec, or the object itself where a subclass or
-        an impure variant may hold state of its own.
+        """What embeddings that make the same tables have in common: the spec.
+
+        A subclass or an impure variant may hold state of its own; its tables belong to the object itself.
         """
         return self.spec if type(self) is RotaryEmbedding and self._pure else self
 
@@ -96,7 +94,7 @@ class RotaryEmbedding(nn.Module):
                 depend on it; ``None`` for all others.
 
         Raises:
-            ValueError: shape or dtype of ``positions``, or presence of ``length``, does not fit the spec.
+            AttentionInputError: shape or dtype of ``positions``, or presence of ``length``, does not fit the spec.
         """
         axes = self._axes(positions)
         side = self._side(length)
@@ -117,40 +115,39 @@ class RotaryEmbedding(nn.Module):
 
     def _axes(self, positions: Tensor) -> int:
         """How many axes ``positions`` has, 0 for none."""
-        spec_axes = 0 if self.spec.axes is None else len(self.spec.axes.sections)
-        need = "[B|1, S]" + (f" or [{spec_axes}, B|1, S]" if spec_axes else "")
+        axes = 0 if self.spec.axes is None else len(self.spec.axes.sections)
+        need = "an integer tensor [B|1, S]" + (f" or [{axes}, B|1, S]" if axes else "")
         if not isinstance(positions, Tensor):
-            raise ValueError(f"positions must be an integer tensor {need}, got {type(positions).__name__}")
-        kind = positions.dtype
-        if kind.is_floating_point or kind.is_complex or kind is torch.bool:
-            raise ValueError(f"positions must be an integer tensor, got {kind}; floats cannot count beyond 2**24")
-        if positions.dim() == 2:
+            raise AttentionInputError(f"positions must be {need}, got {type(positions).__name__}")
+        dtype, shape = positions.dtype, positions.shape
+        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+            raise AttentionInputError(f"positions must be {need}, got {dtype}; floats cannot count beyond 2**24")
+        if len(shape) == 2:
             return 0
-        if positions.dim() != 3 or not spec_axes or positions.shape[0] != spec_axes:
-            raise ValueError(f"positions must be {need}, got {list(positions.shape)}")
-        return spec_axes
+        if len(shape) != 3 or not axes or shape[0] != axes:
+            raise AttentionInputError(f"positions must be {need}, got {list(shape)}")
+        return axes
 
     def _side(self, length: int | None) -> int:
         """Which rule serves ``length``."""
-        if length is None:
-            if self._breakpoints:
-                raise ValueError(
-                    f"length must be given to a '{self.spec.variant}' embedding whose frequencies change after "
-                    f"{', '.join(map(str, self._breakpoints))} positions, got None; pass the length of the sequence as "
-                    "an int, or fix the choice in the spec"
-                )
-            return 0
         if not self._breakpoints:
-            raise ValueError(f"length must be None, got {length!r}: the frequencies of this spec do not depend on it")
+            if length is not None:
+                raise AttentionInputError(f"length must be None, got {length!r}: these frequencies do not depend on it")
+            return 0
         if isinstance(length, (bool, Tensor)) or not isinstance(length, (int, torch.SymInt)):
-            raise ValueError(f"length must be an int, got {type(length).__name__}; it is never read from the device")
+            raise AttentionInputError(
+                f"length must be an int, the length of the sequence, for a '{self.spec.variant}' rope whose frequencies "
+                f"change after {', '.join(map(str, self._breakpoints))}, got {type(length).__name__}; "
+                "it is never read from positions; the spec can fix the choice instead"
+            )
         return sum(length > point for point in self._breakpoints)
 
     def _inv_freq(self, side: int, device: torch.device) -> Tensor:
         """Frequencies of one rule on ``device``: FP32 ``[axes + 1, rotary_dim / 2]``."""
         rows = self._rules[side].rows
         if torch.compiler.is_compiling():
-            return _constant(rows, device)
+            traced: Tensor = _constant(rows, device)
+            return traced
         found = self._copies.get((side, device))
         if found is None:
             with torch.inference_mode(False):
@@ -161,36 +158,26 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         self._copies.clear()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_copies": {}}
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        unexpected_keys = rest[3]
         if f"{prefix}inv_freq" in unexpected_keys:
             unexpected_keys.remove(f"{prefix}inv_freq")
 
     def extra_repr(self) -> str:
         """The spec, for ``print(model)``."""
         spec = self.spec
-        return f"variant={spec.variant!r}, theta={spec.theta:g}, rotary_dim={spec.rotary_dim}, interleaved={spec.interleaved}"
+        return f"{spec.variant!r}, theta={spec.theta:g}, rotary_dim={spec.rotary_dim}, interleaved={spec.interleaved}"
 
 
 # While Dynamo traces, the result becomes a constant of the graph: on the device, without a copy per call.
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant(rows: Rows, device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32, device=device)
 

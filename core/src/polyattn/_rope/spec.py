@@ -223,5 +223,5 @@ def _parameter(name: str, value: Any) -> ParameterValue:
     if _is_number(value) and math.isfinite(value):
         return float(value)
     raise RopeConfigError(
-        f"parameters[{name!r}] must be a finite number, a bool, a string, None or a list of finite numbers, got {value!r}"
+        f"parameters[{name!r}] must be a finite number, a list of such, a bool, a string or None, got {value!r}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -38,9 +38,9 @@ class RopeVariant(Protocol):
     Three more attributes are optional:
 
     * ``defaults``: a mapping with the parameters that a spec may leave out.
-    * ``breakpoints(spec) -> tuple[int, ...]``: ascending lengths after which the frequencies change. A spec that has any
-      needs the caller to say the length of the sequence, a host int; ``frequencies`` is then called with one length
-      from each interval. Without it ``length`` is always ``None``.
+    * ``breakpoints(spec) -> tuple[int, ...]``: ascending lengths after which the frequencies change. Where there are
+      any, the caller must say the length of the sequence, a host int, and ``frequencies`` is asked once for each
+      interval. Otherwise ``length`` is always ``None``.
     * ``pure``: ``False`` for a rule that depends on more than its arguments; its tables are never shared by spec.
     """
 
@@ -57,7 +57,7 @@ class RopeVariant(Protocol):
 def inverse_powers(theta: float, dim: int, width: int | None = None) -> Tensor:
     """``theta ** (2 i / dim)`` for the lanes ``i = 0 .. width/2 - 1``: the reciprocals of plain RoPE's frequencies.
 
-    The exponent is rounded to FP32, as in every implementation that checkpoints were trained with; the power is
+    Base and exponent are rounded to FP32, as in the implementations that checkpoints were trained with; the power is
     evaluated in FP64 and rounded once, which gives the same bits on every machine.
 
     Args:
@@ -69,7 +69,8 @@ def inverse_powers(theta: float, dim: int, width: int | None = None) -> Tensor:
         FP32 ``[width / 2]`` on the CPU.
     """
     exponents = torch.arange(0, width or dim, 2, dtype=torch.float32, device="cpu") / dim
-    return torch.pow(theta, exponents.double()).float()
+    base = torch.tensor(theta, dtype=torch.float32, device="cpu")
+    return torch.pow(base.double(), exponents.double()).float()
 
 
 Rule: TypeAlias = tuple[str, Callable[[Any], bool]]
@@ -83,6 +84,11 @@ def at_least(low: float) -> Rule:
 def above(low: float) -> Rule:
     """A number > ``low``."""
     return f"a number > {low:g}", lambda value: isinstance(value, float) and value > low
+
+
+def within(low: float, high: float) -> Rule:
+    """A number > ``low`` and <= ``high``."""
+    return f"a number in ({low:g}, {high:g}]", lambda value: isinstance(value, float) and low < value <= high
 
 
 def one_of(*choices: object) -> Rule:
@@ -107,31 +113,51 @@ def optional(rule: Rule) -> Rule:
     return f"None or {need}", lambda value: value is None or holds(value)
 
 
-def check_spec(spec: RopeSpec, rules: Mapping[str, Rule], *problems: str, needs_original: bool = False) -> None:
+def check_spec(
+    spec: RopeSpec,
+    rules: Mapping[str, Rule],
+    contradictions: Callable[[RopeSpec], Iterator[str]] | None = None,
+    *,
+    needs_original: bool = False,
+) -> None:
     """Refuse a spec whose parameters are not exactly those of ``rules``.
 
     Args:
         spec: the spec under validation.
         rules: what each parameter must be.
-        problems: faults that the variant found itself; empty ones do not count.
+        contradictions: yields what is wrong between fields; asked once every parameter by itself is right.
         needs_original: whether the variant needs ``original_max_position``.
 
     Raises:
         RopeConfigError: one message names every fault: the parameter, what it got and what it needs.
     """
-    accepted = ", ".join(rules) or "none"
-    faults = [f"{name!r} is missing (needs {need})" for name, (need, _) in rules.items() if name not in spec.parameters]
-    for name, value in spec.parameters.items():
+    faults = []
+    for name in {**rules, **spec.parameters}:
         if name not in rules:
-            faults.append(f"{name!r} is unknown (accepted: {accepted})")
-        elif not rules[name][1](value):
-            faults.append(f"{name!r} must be {rules[name][0]}, got {_shown(value)}")
-    faults = [f"parameters: {', '.join(faults)}"] if faults else []
+            faults.append(f"parameters[{name!r}] is unknown; accepted are {', '.join(rules) or 'none'}")
+        elif name not in spec.parameters:
+            faults.append(f"parameters[{name!r}] is missing; it must be {rules[name][0]}")
+        elif not rules[name][1](spec.parameters[name]):
+            faults.append(f"parameters[{name!r}] must be {rules[name][0]}, got {_shown(spec.parameters[name])}")
     if needs_original and spec.original_max_position is None:
         faults.append("original_max_position must be an int >= 1, got None")
-    faults += filter(None, problems)
+    if not faults and contradictions is not None:
+        faults = list(contradictions(spec))
     if faults:
         raise RopeConfigError(f"rope variant '{spec.variant}': " + "; ".join(faults))
+
+
+def number(spec: RopeSpec, name: str) -> float:
+    """A numeric parameter of a valid spec."""
+    value = spec.parameters[name]
+    assert isinstance(value, float)
+    return value
+
+
+def original(spec: RopeSpec) -> int:
+    """``original_max_position`` of a valid spec whose variant needs it."""
+    assert spec.original_max_position is not None
+    return spec.original_max_position
 
 
 def _shown(value: object) -> str:
@@ -151,13 +177,13 @@ def host_frequencies(variant: RopeVariant, spec: RopeSpec, length: int | None) -
     inv_freq, shape = found.inv_freq, (spec.rotary_dim // 2,)
     if inv_freq.dtype is not torch.float32 or tuple(inv_freq.shape) != shape or inv_freq.device.type != "cpu":
         raise RopeConfigError(
-            f"rope variant '{spec.variant}' must return inv_freq as float32 {list(shape)} on the device it was asked for "
-            f"(cpu), got {inv_freq.dtype} {list(inv_freq.shape)} on {inv_freq.device}"
+            f"rope variant '{spec.variant}' must return inv_freq as float32 {list(shape)} on the device asked for, cpu, "
+            f"got {inv_freq.dtype} {list(inv_freq.shape)} on {inv_freq.device}"
         )
     values, scalings = inv_freq.tolist(), (float(found.attention_scaling), float(found.position_scaling))
     if not all(map(math.isfinite, values)) or not all(math.isfinite(scaling) and scaling > 0 for scaling in scalings):
         raise RopeConfigError(
-            f"rope variant '{spec.variant}' must return finite frequencies and positive scalings, got attention_scaling="
-            f"{scalings[0]}, position_scaling={scalings[1]} and frequencies from {min(values)} to {max(values)}"
+            f"rope variant '{spec.variant}' must return finite frequencies and positive scalings, got inv_freq "
+            f"{values}, attention_scaling {scalings[0]} and position_scaling {scalings[1]}"
         )
     return values, *scalings

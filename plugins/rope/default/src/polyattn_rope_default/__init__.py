@@ -11,10 +11,7 @@ __all__ = ["DefaultRope"]
 
 
 class DefaultRope:
-    """Plain RoPE. Partial rotary is ``rotary_dim < head_dim``: the exponents use ``rotary_dim``.
-
-    It has no parameters.
-    """
+    """Plain RoPE, without parameters. Partial rotary is ``rotary_dim < head_dim``; the exponents use ``rotary_dim``."""
 
     name = "default"
     api_version = 1

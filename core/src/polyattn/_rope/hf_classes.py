@@ -1,0 +1,67 @@
+"""What transformers' model classes decide by themselves about their rope; the facts stand in ``hf_classes.json``.
+
+A configuration does not say which channels form a pair, how several axes share the lanes, or whether the class reads
+``partial_rotary_factor`` at all. The lists were taken from transformers 5.19.0: ``half`` and ``adjacent`` pairing,
+``rope_interleave`` for classes with a field for it, ``partial`` for those that rotate part of a head under plain rope,
+``partial_required`` for those of them whose own default is not the whole head, ``axes`` with each class's own sections.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from polyattn._errors import RopeConfigError
+
+PAIRS = {True: "adjacent channels", False: "halves"}
+
+
+@functools.cache
+def classes() -> dict[str, Any]:
+    """The lists of model classes."""
+    lists: dict[str, Any] = json.loads(Path(__file__).with_name("hf_classes.json").read_text(encoding="utf-8"))
+    return lists
+
+
+def model_class(data: Mapping[str, Any]) -> str:
+    """The class that holds the rope: older files of composite models name the whole, newer ones the text part."""
+    name = str(data.get("model_type"))
+    known = {*classes()["half"], *classes()["adjacent"]}
+    return f"{name}_text" if name not in known and f"{name}_text" in known else name
+
+
+def class_pairing(data: Mapping[str, Any]) -> bool | None:
+    """Whether the class pairs adjacent channels; ``None`` where it is not known."""
+    name = model_class(data)
+    if name in classes()["rope_interleave"]:
+        return data.get("rope_interleave") is not False
+    if name in classes()["adjacent"]:
+        return True
+    return False if name in classes()["half"] else None
+
+
+def class_axes(data: Mapping[str, Any]) -> tuple[str, list[int]] | tuple[None, None]:
+    """The lane order of a class with several axes, and its own sections as it lists them."""
+    name = model_class(data)
+    return next(
+        ((layout, models[name]) for layout, models in classes()["axes"].items() if name in models), (None, None)
+    )
+
+
+def reordered(sections: Iterable[int], layout: str, *, to_hf: bool) -> tuple[int, ...]:
+    """Sections between the order of position axes (time, height, width) and the order in which the class lists them.
+
+    ERNIE lists height, width, time; all others list them as the axes stand.
+    """
+    listed = tuple(sections)
+    if layout != "ernie":
+        return listed
+    return (*listed[1:], *listed[:1]) if to_hf else (*listed[-1:], *listed[:-1])
+
+
+def fault(data: Mapping[str, Any], text: str) -> NoReturn:
+    """Raise what is wrong with a configuration."""
+    raise RopeConfigError(f"config of model_type {data.get('model_type')!r}: {text}")
