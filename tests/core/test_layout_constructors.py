@@ -290,9 +290,64 @@ def test_chunks_and_padding_make_blocks():
     assert MaskLayout.padded(bools("1101")).to_blocks() is None
 
 
+def test_queries_in_a_few_runs_have_a_block_each():
+    layout = MaskLayout.causal(8).select_queries([0, 1, 6, 7])
+    assert layout.to_blocks()[1:].tolist() == [[0, 0, 2, 0, 2, 0, 1], [0, 2, 4, 0, 8, 6, 1]]
+
+
+def test_positions_that_wrap_are_no_run():
+    limit = 2**63 - 1
+    mask = StructuredMask(
+        causal=True, q_positions=torch.tensor([[limit, -limit - 1]]), kv_positions=torch.tensor([[0]])
+    )
+    layout = MaskLayout(q_len=2, kv_len=1, visibility=mask)
+    assert rows(layout) == ["1", "0"]
+    assert layout.to_blocks()[1:].tolist() == [[0, 0, 1, 0, 1, 0, 0]]
+
+
+def test_inactive_holes_may_be_dead_rows_and_hide_keys():
+    layout = MaskLayout.causal(3, window=1, active_queries=bools("101"))
+    assert layout.may_have_dead_rows
+    assert layout.may_have_unseen_keys
+
+
+def every_second(b, h, q_idx, kv_idx):
+    return kv_idx % 2 == 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        MaskLayout.dense(torch.ones(6, 6, dtype=torch.bool)),
+        MaskLayout.from_mod(lambda b, h, q_idx, kv_idx: q_idx >= 0, q_len=6, kv_len=6),
+        MaskLayout.full(6),
+    ],
+    ids=["dense", "mask_mod", "structured"],
+)
+def test_a_window_after_a_selection_measures_from_the_old_places(layout):
+    part = layout.select_queries([5, 1]).select_keys([0, 2, 4, 5])
+    assert rows(part.with_window(2)) == ["0011", "1100"]
+    both = part & MaskLayout.from_mod(every_second, q_len=2, kv_len=4)
+    assert rows(both.with_window(2)) == ["0010", "1000"]
+
+
+def test_an_intersection_measures_by_the_positions_of_the_one_that_compares_them():
+    early = MaskLayout.causal(6).select_queries([0, 2])
+    late = MaskLayout.full(6).select_queries([4, 5])
+    assert rows(early & late) == rows(late & early) == ["100000", "111000"]
+    assert isinstance((early & late).visibility, StructuredMask)
+
+
+def test_an_intersection_of_different_positions_is_a_function():
+    early, late = MaskLayout.causal(6).select_queries([0, 2]), MaskLayout.causal(2, 6, window=4)
+    both = early & late
+    assert rows(both) == ["000000", "001000"]
+    assert callable(both.visibility)
+
+
 def test_what_has_no_structure_has_no_blocks():
     scattered = torch.arange(40).flip(0)[None]
-    mask = StructuredMask(causal=True, q_positions=scattered, kv_positions=scattered)
+    mask = StructuredMask(causal=True, q_positions=scattered, kv_positions=torch.arange(40)[None])
     for layout in (
         MaskLayout.dense(torch.ones(3, 3, dtype=torch.bool)),
         MaskLayout.from_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, q_len=3, kv_len=3),
