@@ -28,6 +28,11 @@ def setting(*, least: float, below: float = math.inf, default: Any = dataclasses
     return dataclasses.field(default=default, metadata={"least": least, "below": below})
 
 
+def choice(*choices: str) -> Any:
+    """One of a few words, the first one by default."""
+    return dataclasses.field(default=choices[0], metadata={"choices": choices})
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the decoder."""
@@ -61,7 +66,7 @@ class OptimiserConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything about a run."""
+    """Everything about a run; under ``autocast`` weights stay FP32 and layers compute in that dtype."""
 
     attention: AttentionConfig
     model: ModelConfig
@@ -70,6 +75,8 @@ class RunConfig:
     steps: int = setting(least=1)
     seed: int = setting(least=0, default=0)
     checkpoint_every: int = setting(least=1, default=50)
+    device: str = choice("cpu", "cuda")
+    autocast: str = choice("off", "bfloat16", "float16")
 
 
 def load(path: Path, *, attn_backend: str | None = None, steps: int | None = None) -> RunConfig:
@@ -128,7 +135,17 @@ def _closest(key: object, known: Iterable[str]) -> str:
     return f", did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
 
 
-def _wrong(name: str, value: object, kind: type, *, least: float, below: float) -> list[str]:
+def _wrong(
+    name: str,
+    value: object,
+    kind: type,
+    *,
+    least: float = -math.inf,
+    below: float = math.inf,
+    choices: Sequence[str] = (),
+) -> list[str]:
+    if choices:
+        return [] if value in choices else [f"{name} must be one of {', '.join(choices)}, got {value!r}"]
     what = "a whole number" if kind is int else "a number"
     upper = "" if below == math.inf else f" and below {below:g}"
     accepted = int if kind is int else (int, float)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from polyattn import MaskLayout
+from polyattn import AttentionRequest, ConfigError, MaskLayout, UnsupportedAttentionError
 from tiny_lm import checkpoint
 from tiny_lm.checkpoint import CheckpointError
 from tiny_lm.config import RunConfig
@@ -37,6 +37,8 @@ class Run:
         self.rows = PackedRows(python_documentation(), **dataclasses.asdict(config.data), seed=config.seed)
         torch.manual_seed(config.seed)
         self.model = TinyLM(config.model, config.attention)
+        self._refuse_what_cannot_run()
+        self.model.to(config.device)
         optimiser = config.optimiser
         self.optimiser = torch.optim.AdamW(
             self.model.parameters(), lr=optimiser.learning_rate, weight_decay=optimiser.weight_decay
@@ -45,11 +47,12 @@ class Run:
 
     def step(self) -> float:
         """Take one step and return its loss."""
-        done = len(self.losses)
+        done, device = len(self.losses), self.config.device
         batch = self.rows.batch(done)
-        layout = MaskLayout.packed(batch.lengths)
-        logits = self.model(batch.tokens, layout, batch.positions)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=NO_TARGET)
+        layout = MaskLayout.packed(batch.lengths).to(device)
+        with torch.autocast(device, dtype=self._dtype(), enabled=self.config.autocast != "off"):
+            logits = self.model(batch.tokens.to(device), layout, batch.positions.to(device))
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.targets.to(device).flatten(), ignore_index=NO_TARGET)
         self.optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip)
@@ -88,6 +91,40 @@ class Run:
         self.optimiser.load_state_dict(state["optimiser"])
         torch.set_rng_state(state["rng"])
         self.losses = state["losses"]
+
+    def _dtype(self) -> torch.dtype:
+        """Of queries, keys and values."""
+        dtype = torch.float32 if self.config.autocast == "off" else getattr(torch, self.config.autocast)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def _refuse_what_cannot_run(self) -> None:
+        """Ask the backends about the first step, before anything is put on the device.
+
+        Raises:
+            UnsupportedAttentionError: a backend cannot run or train this; carries all its reasons.
+            ConfigError: there is no such device.
+        """
+        config, model = self.config, self.config.model
+        layout = MaskLayout.packed(self.rows.batch(0).lengths)
+        request = AttentionRequest(
+            batch=config.data.rows,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            v_head_dim=model.head_dim,
+            dtype=self._dtype(),
+            device=torch.device(config.device),
+            dropout_p=model.dropout,
+            training=True,
+            needs_grad=True,
+        )
+        for layer in {config.attention.layer(index) for index in range(model.layers)}:
+            reasons = layer.backend.unsupported(layout.with_window(layer.window), request)
+            if reasons:
+                raise UnsupportedAttentionError(layer.backend.name, reasons)
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device: cuda needs a GPU that torch can use, found none; set device: cpu")
 
     def _identity(self) -> dict[str, Any]:
         """What may not change within a run. The backend, the number of steps and how often to save may."""
