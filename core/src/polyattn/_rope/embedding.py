@@ -96,22 +96,28 @@ class RotaryEmbedding(nn.Module):
         Raises:
             AttentionInputError: shape or dtype of ``positions``, or presence of ``length``, does not fit the spec.
         """
+        angles, scaling = self.angles(positions, length=length)
+        cos, sin = angles.cos(), angles.sin()
+        return RotaryTables(cos, sin) if scaling == 1.0 else RotaryTables(cos * scaling, sin * scaling)
+
+    def angles(self, positions: Tensor, *, length: int | None = None) -> tuple[Tensor, float]:
+        """What :meth:`forward` takes cosine and sine of.
+
+        Returns:
+            The angles in radians, FP32 ``[B|1, S, rotary_dim / 2]``, and the factor of their cosine and sine.
+        """
         axes = self._axes(positions)
         side = self._side(length)
         rule = self._rules[side]
         inv_freq = self._inv_freq(side, positions.device)
-        scaled = positions.to(torch.float32)
+        scaled = positions.to(torch.float32).unsqueeze(-1)
         if rule.position_scaling != 1.0:
             scaled = scaled / rule.position_scaling
-        scaled = scaled.unsqueeze(-1)
         # Products and sums of FP32, never a matmul: autocast would run that in half precision.
-        angles = scaled * inv_freq[-1] if axes == 0 else scaled[0] * inv_freq[0]
+        angles = scaled[0] * inv_freq[0] if axes else scaled * inv_freq[-1]
         for axis in range(1, axes):
             angles = angles + scaled[axis] * inv_freq[axis]
-        cos, sin = angles.cos(), angles.sin()
-        if rule.attention_scaling != 1.0:
-            cos, sin = cos * rule.attention_scaling, sin * rule.attention_scaling
-        return RotaryTables(cos, sin)
+        return angles, rule.attention_scaling
 
     def _axes(self, positions: Tensor) -> int:
         """How many axes ``positions`` has, 0 for none."""
@@ -136,7 +142,7 @@ class RotaryEmbedding(nn.Module):
             return 0
         if isinstance(length, (bool, Tensor)) or not isinstance(length, (int, torch.SymInt)):
             raise AttentionInputError(
-                f"length must be an int, the length of the sequence, for a '{self.spec.variant}' rope whose frequencies "
+                f"length must be an int, the length of the sequence, for a '{self.spec.variant}' rope whose angles "
                 f"change after {', '.join(map(str, self._breakpoints))}, got {type(length).__name__}; "
                 "it is never read from positions; the spec can fix the choice instead"
             )

@@ -165,7 +165,7 @@ def _entry(data: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
         fault(data, "dual_chunk_attention_config is not supported: it rotates queries several times")
     rope = dict(given[0]) if given else {}
     nested = bool(rope) and all(value is None or isinstance(value, Mapping) for value in rope.values())
-    # Older files scale full attention only; sliding attention is plain, with a base of its own in Gemma 3 and ModernBERT.
+    # Older files scale full attention only; sliding attention is plain, in Gemma 3 and ModernBERT with its own base.
     bases = [data[name] for name in ("rope_local_base_freq", "local_rope_theta") if data.get(name) is not None]
     if model_class(data) == "olmo3" and rope and data.get("rope_parameters") is None:
         bases.append(data.get("rope_theta"))

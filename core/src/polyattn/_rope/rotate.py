@@ -53,7 +53,7 @@ def rotate_heads(x: Tensor, tables: RotaryTables, *, interleaved: bool, name: st
     fits = fits and table[0] in {1, shape[0]} and table[1] == shape[2] and 0 < 2 * table[2] <= shape[3]
     if not fits or not x.dtype.is_floating_point:
         raise AttentionInputError(
-            f"{name} must be a floating tensor [B, H, S, D] and the tables [B|1, S, rotary_dim/2] with rotary_dim <= D, "
+            f"{name} must be a floating tensor [B, H, S, D] and the tables [B|1, S, rotary_dim/2] for rotary_dim <= D, "
             f"got {name} {x.dtype} {list(shape)}, cos {list(table)} and sin {list(sin.shape)}"
         )
     if cos.device != x.device:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from polyattn._errors import RopeConfigError
 
@@ -173,11 +174,12 @@ def host_frequencies(variant: RopeVariant, spec: RopeSpec, length: int | None) -
     Raises:
         RopeConfigError: the variant broke its contract: wrong dtype, shape or device, or a value that is not finite.
     """
-    found = variant.frequencies(spec, device=torch.device("cpu"), length=length)
+    with unset_fake_temporarily():
+        found = variant.frequencies(spec, device=torch.device("cpu"), length=length)
     inv_freq, shape = found.inv_freq, (spec.rotary_dim // 2,)
     if inv_freq.dtype is not torch.float32 or tuple(inv_freq.shape) != shape or inv_freq.device.type != "cpu":
         raise RopeConfigError(
-            f"rope variant '{spec.variant}' must return inv_freq as float32 {list(shape)} on the device asked for, cpu, "
+            f"rope variant '{spec.variant}' must return inv_freq as float32 {list(shape)} on the device asked, cpu, "
             f"got {inv_freq.dtype} {list(inv_freq.shape)} on {inv_freq.device}"
         )
     values, scalings = inv_freq.tolist(), (float(found.attention_scaling), float(found.position_scaling))

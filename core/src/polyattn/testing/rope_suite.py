@@ -1,0 +1,237 @@
+"""The conformance kit for RoPE variants, as a pytest class."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from polyattn._errors import AttentionInputError, RopeConfigError
+from polyattn._registry import rope_variants
+from polyattn._rope import RopeSpec, RopeVariant, RotaryEmbedding, RotaryTables, apply_rotary
+from polyattn._rope.variant import host_frequencies
+
+
+class RopeConformance:
+    """What every RoPE variant must do, one test each.
+
+    Subclass it in a test file, name the variant, and say what a valid spec of it has::
+
+        from polyattn.testing import RopeConformance
+
+
+        class TestMine(RopeConformance):
+            variant = "mine"
+            parameters = {"factor": 4.0}
+            refused = [{"factor": 0.5}]
+
+    Attributes:
+        variant: registered name, or an object that follows the protocol.
+        parameters: parameters of a valid spec; those with a default may be left out.
+        fields: other fields of that spec, where the ones below do not suit the variant.
+        refused: parameter sets that the variant must refuse.
+    """
+
+    variant: ClassVar[str | RopeVariant]
+    parameters: ClassVar[Mapping[str, Any]] = {}
+    fields: ClassVar[Mapping[str, Any]] = {}
+    refused: ClassVar[Sequence[Mapping[str, Any]]] = ()
+
+    @pytest.fixture(autouse=True)
+    def _registered(self) -> Iterator[None]:
+        given = self.variant
+        scope = contextlib.nullcontext() if isinstance(given, str) else rope_variants.override(given.name, given)
+        with scope:
+            yield
+
+    @property
+    def _rule(self) -> RopeVariant:
+        found: RopeVariant = rope_variants.get(self.variant) if isinstance(self.variant, str) else self.variant
+        return found
+
+    def _spec(self, parameters: Mapping[str, Any] | None = None, **fields: Any) -> RopeSpec:
+        standard = {
+            "theta": 10000.0,
+            "head_dim": 16,
+            "rotary_dim": 16,
+            "interleaved": False,
+            "max_position": 4096,
+            "original_max_position": 1024,
+        }
+        given = self.parameters if parameters is None else parameters
+        return RopeSpec(variant=self._rule.name, parameters=given, **{**standard, **self.fields, **fields})
+
+    def _lengths(self, spec: RopeSpec) -> tuple[int | None, ...]:
+        points = tuple(self._rule.breakpoints(spec)) if hasattr(self._rule, "breakpoints") else ()
+        return (*points, points[-1] + 1) if points else (None,)
+
+    def _tables(self, embedding: RotaryEmbedding, positions: torch.Tensor | None = None) -> RotaryTables:
+        positions = torch.tensor([[0, 1, 7, 1023, 65535]]) if positions is None else positions
+        tables: RotaryTables = embedding(positions, length=self._lengths(embedding.spec)[-1])
+        return tables
+
+    def _assert_unharmed(self, embedding: RotaryEmbedding) -> None:
+        """It still gives the FP32 tables of a new embedding, to the bit."""
+        got, want = self._tables(embedding), self._tables(RotaryEmbedding(self._spec()))
+        assert got.cos.dtype is got.sin.dtype is torch.float32
+        assert torch.equal(got.cos, want.cos)
+        assert torch.equal(got.sin, want.sin)
+
+    def test_frequencies_are_finite_float32_on_the_device_asked_for(self) -> None:
+        """FP32 ``[rotary_dim / 2]``, scalings positive, whatever the default device and dtype are."""
+        spec = self._spec()
+        for length in self._lengths(spec):
+            host_frequencies(self._rule, spec, length)
+            with torch.device("meta"):
+                host_frequencies(self._rule, spec, length)
+            found = self._rule.frequencies(spec, device=torch.device("meta"), length=length)
+            assert found.inv_freq.device.type == "meta"
+
+    def test_frequencies_are_a_pure_function(self) -> None:
+        """The same spec gives the same bits, before and after other specs; ``pure = False`` says otherwise."""
+        if not getattr(self._rule, "pure", True):
+            pytest.skip("the variant declares pure = False")
+        spec, other = self._spec(), self._spec(theta=500000.0)
+        for length in self._lengths(spec):
+            first = host_frequencies(self._rule, spec, length)
+            host_frequencies(self._rule, other, length)
+            assert host_frequencies(self._rule, spec, length) == first
+
+    def test_breakpoints_ascend_and_ask_for_a_length(self) -> None:
+        """Lengths after which the frequencies change are ascending ints, and a caller must then say the length."""
+        spec = self._spec()
+        points = self._lengths(spec)[:-1]
+        assert all(isinstance(point, int) and point > 0 for point in points)
+        assert list(points) == sorted(set(map(int, filter(None, points))))
+        with pytest.raises(AttentionInputError, match="length must be"):
+            RotaryEmbedding(spec)(torch.tensor([[0]]), length=None if points else 1)
+
+    def test_spec_survives_its_canonical_form(self) -> None:
+        """Written and read back it is the same value, and no field or parameter may be left out or added."""
+        spec = self._spec()
+        data = spec.to_dict()
+        assert RopeSpec.from_dict(data) == spec
+        assert hash(RopeSpec.from_dict(data)) == hash(spec)
+        for name in data["parameters"]:
+            fewer = {key: value for key, value in data["parameters"].items() if key != name}
+            with pytest.raises(RopeConfigError, match=name):
+                RopeSpec.from_dict({**data, "parameters": fewer})
+
+    def test_unknown_parameters_are_refused(self) -> None:
+        """By name."""
+        with pytest.raises(RopeConfigError, match="polyattn_unknown"):
+            self._spec({**self.parameters, "polyattn_unknown": 1.0})
+
+    def test_wrongly_typed_parameters_are_refused(self) -> None:
+        """A number may be neither a string nor NaN, a list no number; the message names the parameter."""
+        for name, value in self._spec().parameters.items():
+            wrong = [["text"]] if isinstance(value, str) else ["text", float("nan")]
+            for other in wrong:
+                with pytest.raises(RopeConfigError, match=name):
+                    self._spec({**self.parameters, name: other})
+
+    def test_declared_refusals_are_refused(self) -> None:
+        """Every parameter set in ``refused``."""
+        for parameters in self.refused:
+            with pytest.raises(RopeConfigError):
+                self._spec(parameters)
+
+    def test_frequencies_are_computed_once(self) -> None:
+        """When the embedding is built, once for each interval of lengths; never by a forward or a move."""
+        rule, calls = self._rule, []
+
+        class Counting:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(rule, name)
+
+            name, api_version = rule.name, rule.api_version
+
+            def validate(self, spec: RopeSpec) -> None:
+                rule.validate(spec)
+
+            def frequencies(self, spec: RopeSpec, *, device: torch.device, length: int | None = None) -> Any:
+                calls.append(device)
+                return rule.frequencies(spec, device=device, length=length)
+
+        with rope_variants.override(rule.name, Counting()):
+            embedding = RotaryEmbedding(self._spec())
+        built = len(calls)
+        assert built == len(self._lengths(embedding.spec))
+        meta = torch.tensor([[3]], device="meta")
+        for positions in (None, meta, None, meta):
+            self._tables(embedding, positions)
+        self._tables(embedding.to(torch.bfloat16))
+        assert len(calls) == built
+
+    def test_there_is_no_state(self) -> None:
+        """No parameter, no buffer, an empty state dict."""
+        embedding = RotaryEmbedding(self._spec())
+        self._tables(embedding)
+        assert not embedding.state_dict()
+        assert not [*embedding.parameters(), *embedding.buffers()]
+
+    def test_casts_moves_and_meta_leave_it_unharmed(self) -> None:
+        """``bfloat16``, ``half``, ``to("meta")``, ``to_empty``, and construction on the meta device."""
+        harms: tuple[Callable[[RotaryEmbedding], RotaryEmbedding], ...] = (
+            RotaryEmbedding.bfloat16,
+            RotaryEmbedding.half,
+            lambda embedding: embedding.to("meta"),
+            lambda embedding: embedding.to("meta").to_empty(device="cpu"),
+        )
+        for harm in harms:
+            embedding = RotaryEmbedding(self._spec())
+            self._tables(embedding)
+            self._assert_unharmed(harm(embedding))
+        with torch.device("meta"):
+            embedding = RotaryEmbedding(self._spec())
+        self._assert_unharmed(embedding.to_empty(device="cpu"))
+
+    def test_copies_and_pickles_work_alike(self) -> None:
+        """Deep copies and pickled embeddings, used before or not."""
+        embedding = RotaryEmbedding(self._spec())
+        for _ in range(2):
+            self._assert_unharmed(copy.deepcopy(embedding))
+            self._assert_unharmed(pickle.loads(pickle.dumps(embedding)))  # noqa: S301
+            self._tables(embedding)
+
+    def test_autocast_and_inference_mode_leave_it_unharmed(self) -> None:
+        """The tables stay FP32 and exact under autocast, and a forward in inference mode spoils no training."""
+        embedding = RotaryEmbedding(self._spec())
+        with torch.inference_mode():
+            self._tables(embedding)
+        with torch.autocast("cpu", torch.bfloat16):
+            self._assert_unharmed(embedding)
+            self._tables(embedding, torch.tensor([[3]], device="meta"))
+        q = torch.randn(1, 1, 5, embedding.spec.head_dim, requires_grad=True)
+        rotated, _ = apply_rotary(q, q, self._tables(embedding), interleaved=embedding.spec.interleaved)
+        rotated.sum().backward()
+        assert q.grad is not None
+
+    def test_compiles_as_one_graph(self) -> None:
+        """``torch.compile(fullgraph=True)``, with the same tables for changing lengths."""
+        embedding = RotaryEmbedding(self._spec())
+        compiled = torch.compile(embedding, fullgraph=True, backend="eager")
+        length = self._lengths(embedding.spec)[-1]
+        for size in (3, 5):
+            positions = torch.arange(size)[None]
+            assert torch.equal(compiled(positions, length=length).cos, self._tables(embedding, positions).cos)
+
+    def test_a_row_is_rotated_the_same_beside_any_other(self) -> None:
+        """Nothing depends on other rows or on what was seen before."""
+        embedding = RotaryEmbedding(self._spec())
+        short, long = torch.arange(4)[None], torch.arange(100_000, 100_004)[None]
+        alone = self._tables(embedding, short).cos
+        together = self._tables(embedding, torch.cat((short, long))).cos
+        assert torch.equal(together[:1], alone)
+        assert torch.equal(self._tables(embedding, short).cos, alone)
+
+    def test_layers_of_equal_spec_may_share(self) -> None:
+        """A pure variant is shared by spec, an impure one only with itself."""
+        first, second = RotaryEmbedding(self._spec()), RotaryEmbedding(dataclasses.replace(self._spec()))
+        assert (first.sharing_key() == second.sharing_key()) == getattr(self._rule, "pure", True)
