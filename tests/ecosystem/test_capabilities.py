@@ -1,0 +1,12 @@
+"""The page about what each backend does is what the backends answer."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).parents[2] / "tools" / "capabilities.py"
+
+
+def test_the_page_of_capabilities_is_current():
+    done = subprocess.run([sys.executable, TOOL, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
