@@ -127,10 +127,10 @@ def page() -> str:
     """The whole page."""
     return f"""# What each backend does
 
-Written by `python tools/capabilities.py` from the backends' own answers; do not edit. "yes" means that the numbers equal
-the FP64 reference within the bounds of the [conformance kit](conformance.md), which runs what is declared here and
-asserts a refusal for the rest. Everything else is refused before any work, with the reasons below; `polyattn explain` and
-`polyattn.explain(layout, request)` give them for your own layout and request.
+Written by `python tools/capabilities.py` from the backends' own answers; do not edit. "yes" means that the numbers
+equal the FP64 reference within the bounds of the [conformance kit](conformance.md), which runs what is declared here
+and asserts a refusal for the rest. Everything else is refused before any work, with the reasons below; `polyattn
+explain` and `polyattn.explain(layout, request)` give them for your own layout and request.
 
 Layouts are asked about in bfloat16 without gradients, features under a causal layout, with 64 wide heads.
 
@@ -140,8 +140,8 @@ Layouts are asked about in bfloat16 without gradients, features under a causal l
 
 ## On a CUDA device
 
-What the backends answer for a CUDA device; reasons of one machine (no GPU, a kernel that is not installed) are left out.
-Which of it has run on hardware stands in [gpu-results.md](gpu-results.md).
+What the backends answer for a CUDA device; reasons of one machine (no GPU, a kernel that is not installed) are left
+out. Which of it has run on hardware stands in [gpu-results.md](gpu-results.md).
 
 {table("cuda")}
 """
