@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from polyattn._cli import COMMANDS, cli
+from polyattn._cli.table import draw
 from tiny_dists import backend_source
 
 
@@ -119,6 +121,29 @@ def test_a_piped_table_is_whole_however_wide(run_python, tmp_path, make_dist):
     ]
     assert "acme-" + "y" * 60 in line
     assert "The tiny acme-" + "y" * 60 in line
+
+
+def test_a_piped_table_is_padded_between_columns_and_nowhere_else(run_python):
+    listed = run_python(["-m", "polyattn", "list"]).stdout
+    checked = run_python(["-m", "polyattn", "check", "eager", "--only", "attributes"]).stdout
+    assert listed.splitlines()[0].split() == ["kind", "name", "status", "distribution", "version", "summary"]
+    assert checked.splitlines() == ["eager on cpu", "check       result  detail", "attributes  pass", "1 pass"]
+    assert not [line for line in (listed + checked).splitlines() if line != line.rstrip()]
+
+
+def test_text_of_several_lines_is_one_line_of_a_piped_table(capsys):
+    draw(("check", "detail"), [("one", "first\n  second"), ("three", "")])
+    assert capsys.readouterr().out.splitlines() == ["check  detail", "one    first second", "three"]
+
+
+def test_a_table_for_people_fits_the_window(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    draw(("check", "detail"), [("one", "word " * 30)], title="a title")
+    lines = click.unstyle(capsys.readouterr().out).splitlines()
+    assert lines[0].strip() == "a title"
+    assert max(map(len, lines)) <= 40
+    assert " ".join(lines).count("word") == 30
 
 
 def test_brackets_in_a_summary_are_text(run_python, tmp_path, make_dist):

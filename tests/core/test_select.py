@@ -120,6 +120,32 @@ def test_a_plugin_that_does_not_load_is_a_candidate_with_its_cause():
     assert decision.chosen == "sdpa"
 
 
+@pytest.mark.parametrize(
+    ("method", "answer", "said"),
+    [
+        ("preference", ZeroDivisionError("mine"), "preference: ZeroDivisionError: mine"),
+        ("preference", "much", "preference: TypeError"),
+        ("unsupported", OSError("libkernel.so"), "unsupported: OSError: libkernel.so"),
+        ("unsupported", None, "unsupported: TypeError: must return a tuple of Reason, got None"),
+        ("unsupported", ("no",), "unsupported: TypeError: must return a tuple of Reason, got ('no',)"),
+    ],
+)
+def test_a_backend_that_fails_when_asked_loses_nobody_but_itself(method, answer, said):
+    def fails(self, layout, request):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    clumsy = type("Clumsy", (Fancy,), {method: fails})()
+    with polyattn.backends.override("fancy", clumsy):
+        decision = explain(MaskLayout.causal(4), request_of())
+        prepared = resolve_backend("auto").prepare(MaskLayout.causal(4), request_of())
+    (reason,) = decision.candidates["fancy"]
+    assert (reason.code, reason.feature) == ("fails_when_asked", "plugin")
+    assert said in reason.got
+    assert decision.chosen == prepared.backend.name == "sdpa"
+
+
 def test_the_decision_reads_as_text_and_as_json():
     decision = explain(MaskLayout.causal(4), request_of(softcap=1.0))
     assert "chosen: eager" in str(decision)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,18 +68,23 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
         ConfigError: the site's policy names a backend that cannot do the request.
     """
     candidates = {name: _reasons(name, layout, request) for name in backends.names()}
-    usable = [name for name, reasons in candidates.items() if not reasons]
+    ranks: dict[str, int] = {}
+    for name in [name for name, reasons in candidates.items() if not reasons]:
+        try:
+            ranks[name] = _preference(name, layout, request)
+        except Exception as error:  # noqa: BLE001 - see _reasons
+            candidates[name] = (_failure("preference", error),)
+    usable = tuple(ranks)
     if not usable:
         return Decision(None, candidates)
     if _hooks.installed("polyattn_select_backend"):
-        policy = _hooks.call("polyattn_select_backend", layout=layout, request=request, candidates=tuple(usable))
+        policy = _hooks.call("polyattn_select_backend", layout=layout, request=request, candidates=usable)
         if policy is not None:
             if policy not in usable:
                 raise ConfigError(
                     f"the hook polyattn_select_backend must return one of {', '.join(usable)} or None, got {policy!r}"
                 )
             return Decision(policy, candidates, "the site's policy")
-    ranks = {name: _preference(name, layout, request) for name in usable}
     chosen = min(usable, key=lambda name: (-ranks[name], name))
     return Decision(chosen, candidates, f"highest preference, {ranks[chosen]}")
 
@@ -154,18 +160,24 @@ def _reasons(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[
             ),
         )
     try:
-        reasons: tuple[Reason, ...] = backend.unsupported(layout, request)
+        reasons = backend.unsupported(layout, request)
+        if not isinstance(reasons, tuple) or not all(isinstance(reason, Reason) for reason in reasons):
+            raise TypeError(f"must return a tuple of Reason, got {reasons!r}")  # noqa: TRY301 - as if it had raised it
     except (LayoutError, AttentionInputError):
         raise  # about the question, not about the backend
     except Exception as error:  # noqa: BLE001 - a backend that fails at the question must not take the others along
-        got = f"{type(error).__name__}: {error}"
-        return (Reason("fails_when_asked", "plugin", got, "a backend that answers", "see `polyattn doctor`"),)
+        return (_failure("unsupported", error),)
     return reasons
 
 
 def _preference(name: str, layout: MaskLayout, request: AttentionRequest) -> int:
     preference = getattr(backends.get(name), "preference", None)
-    return 0 if preference is None else int(preference(layout, request))
+    return 0 if preference is None else operator.index(preference(layout, request))
+
+
+def _failure(question: str, error: Exception) -> Reason:
+    got = f"{question}: {type(error).__name__}: {error}"
+    return Reason("fails_when_asked", "plugin", got, "a backend that answers", "see `polyattn doctor`")
 
 
 def _refusals(decision: Decision) -> tuple[Reason, ...]:
