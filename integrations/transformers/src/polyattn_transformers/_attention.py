@@ -6,21 +6,22 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from polyattn import (
     AttentionBackend,
     AttentionInputError,
     AttentionRequest,
+    AttentionScope,
     LayoutError,
     MaskLayout,
     PreparedAttention,
+    Reason,
     UnsupportedAttentionError,
 )
-from polyattn import Reason
-from polyattn._backend import prepare
-from torch import Tensor, nn
-
 from polyattn_transformers._backends import resolved
-from polyattn_transformers._mask import LayoutMask, explicit_documents, with_own_window
+from polyattn_transformers._documents import Segments, explicit
+from polyattn_transformers._layout_mask import LayoutMask, with_own_window
 
 _SEGMENTS = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 #: What models hand down to every layer and what no attention depends on, or what stands elsewhere already: the longest
@@ -78,8 +79,8 @@ def attention_forward(
         position_ids: ``Int[B|1, Q]``; where they restart, documents start (see the user guide).
         output_attentions: refused when True.
         deterministic: True asks for a deterministic kernel.
-        **kwargs: ``segment_ids``, ``seq_idx``, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` say where documents lie; any other
-            that is set and may change numbers is an error.
+        **kwargs: ``segment_ids``, ``seq_idx``, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` say where documents lie; any
+            other that is set and may change numbers is an error.
 
     Returns:
         Output ``[B, Q, Hq, Dv]``, and no attention weights.
@@ -102,7 +103,7 @@ def attention_forward(
                 )
             ],
         )
-    segments = {name: kwargs.pop(name, None) for name in _SEGMENTS}
+    segments: Segments = {name: kwargs.pop(name, None) for name in _SEGMENTS}
     if unknown := sorted(name for name, given in kwargs.items() if name not in _INERT and _is_set(given)):
         raise AttentionInputError(
             f"{type(module).__name__} passed {', '.join(unknown)} to its attention, which polyattn does not know and "
@@ -110,7 +111,12 @@ def attention_forward(
         )
     bias = position_bias
     if isinstance(attention_mask, Tensor):
+        if given := [name for name, value in segments.items() if value is not None]:
+            raise LayoutError(
+                f"attention_mask [B, 1, Q, K] and {', '.join(given)} both say who sees whom; give one of them"
+            )
         attention_mask, bias = _from_tensor(attention_mask, query, key, bias)
+        position_ids = None  # such a mask is the whole truth, also about documents
     request = AttentionRequest.of(
         query,
         key,
@@ -144,9 +150,7 @@ def _is_set(value: object) -> bool:
     return isinstance(value, Tensor) or (value is not None and value is not False)
 
 
-def _from_tensor(
-    mask: Tensor, query: Tensor, key: Tensor, bias: Tensor | None
-) -> tuple[LayoutMask, Tensor | None]:
+def _from_tensor(mask: Tensor, query: Tensor, key: Tensor, bias: Tensor | None) -> tuple[LayoutMask, Tensor | None]:
     """A mask that the caller or an older model made itself: visibility if it is boolean, a bias if it is floating."""
     if mask.dim() != 4:
         raise LayoutError(
@@ -182,23 +186,23 @@ def _without_mask(
     window: int | None,
     query: Tensor,
     key: Tensor,
-    segments: dict[str, Any],
+    segments: Segments,
 ) -> PreparedAttention:
     """What a layer without a mask asks for. Sizes decide all of it, so equal layers share it across forwards."""
     q_len, kv_len = query.shape[2], key.shape[2]
-    if explicit_documents(segments, request.batch, q_len, kv_len) is not None:
+    if explicit(segments, request.batch, q_len, kv_len) is not None:
         mask = LayoutMask(_bare(causal, window, q_len, kv_len), batch=request.batch)
         return mask.prepare(backend, request, window=None, position_ids=None, segments=segments)
     if torch.compiler.is_compiling() or type(query) is not Tensor:
-        return prepare(backend, _bare(causal, window, q_len, kv_len), request)
-    return _shared(backend, request, causal, window, q_len, kv_len)
+        return backend.prepare(_bare(causal, window, q_len, kv_len), request)
+    return _shared(backend, request, causal, window, q_len, kv_len)  # type: ignore[arg-type]  # a backend is a value
 
 
 @functools.lru_cache(maxsize=64)
 def _shared(
     backend: AttentionBackend, request: AttentionRequest, causal: bool, window: int | None, q_len: int, kv_len: int
 ) -> PreparedAttention:
-    return prepare(backend, _bare(causal, window, q_len, kv_len), request)
+    return AttentionScope(_bare(causal, window, q_len, kv_len)).prepare(backend, request)
 
 
 def _bare(causal: bool, window: int | None, q_len: int, kv_len: int) -> MaskLayout:

@@ -34,7 +34,8 @@ def resolve(name: str) -> AttentionBackend:
         _resolved[name] = resolve_backend(name)
     except UnknownBackendError as error:
         have = ", ".join(PREFIX + known for known in installed())
-        raise UnknownBackendError(f"attn_implementation '{PREFIX}{name}': {error}\n  implementations: {have}") from error
+        text = f"attn_implementation '{PREFIX}{name}': {error}\n  implementations: {have}"
+        raise UnknownBackendError(text) from error
     return _resolved[name]
 
 

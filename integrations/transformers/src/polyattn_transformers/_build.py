@@ -7,9 +7,10 @@ import functools
 import operator
 
 import torch
-from polyattn import LayoutError, MaskLayout, StructuredMask
 from torch import Tensor
 
+from polyattn import LayoutError, MaskLayout, StructuredMask
+from polyattn_transformers._documents import readable
 from polyattn_transformers._pattern import MaskFunction, Pattern
 
 
@@ -81,7 +82,8 @@ def layout_of(pattern: Pattern, span: Span, padding: Tensor | None) -> MaskLayou
         # Blocks that are not runs, or whose values nobody may read here, have no structured form.
         pattern = Pattern.unread(pattern.function)
     q_positions, kv_positions = _positions(pattern, span, blocks)
-    valid = [span.keys("padding mask", value.bool()) for value in pattern.valid] + ([] if padding is None else [padding])
+    valid = [span.keys("padding mask", value.bool()) for value in pattern.valid]
+    valid += [] if padding is None else [padding]
     documents = pattern.documents
     mask = StructuredMask(
         causal=pattern.causal,
@@ -128,7 +130,7 @@ def _block_positions(ids: Tensor, documents: Tensor | None) -> Tensor | None:
     Returns:
         ``Int[B, L]``, or ``None`` where a block is no run of tokens of one document, or values must not be read.
     """
-    if torch.compiler.is_compiling() or ids.is_meta:
+    if not readable(ids):
         return None
     index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     starts = (ids < 0) | torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids.diff(dim=1) != 0], 1)

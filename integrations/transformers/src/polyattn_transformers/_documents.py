@@ -7,8 +7,56 @@ evidence only: they are read as documents where they restart, after a check that
 from __future__ import annotations
 
 import torch
-from polyattn import LayoutError
 from torch import Tensor
+
+from polyattn import LayoutError, MaskLayout, StructuredMask
+
+#: What a layer's keyword arguments ``segment_ids``, ``seq_idx``, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` hold.
+Segments = dict[str, Tensor | None]
+
+
+def explicit(segments: Segments, batch: int, q_len: int, kv_len: int) -> tuple[str, Tensor, Tensor] | None:
+    """Where documents lie according to a layer's keyword arguments.
+
+    Args:
+        segments: ``segment_ids`` or ``seq_idx`` ``Int[B|1, Q]``, ``cu_seq_lens_q`` and ``cu_seq_lens_k``
+            ``Int[N + 1]``, or ``None`` for each.
+        batch: B.
+        q_len: number of queries.
+        kv_len: number of keys.
+
+    Returns:
+        The name of what said it, the documents of the queries and those of the keys; ``None`` if nothing did.
+
+    Raises:
+        LayoutError: a wrong shape, or two that differ.
+    """
+    found: list[tuple[str, Tensor, Tensor]] = []
+    for name in ("segment_ids", "seq_idx"):
+        ids = segments[name]
+        if ids is None:
+            continue
+        if ids.dim() != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != q_len or q_len != kv_len:
+            raise LayoutError(
+                f"{name} must be Int[B, K] with one document per token of the call, got {list(ids.shape)} for "
+                f"{batch} rows of {q_len} queries and {kv_len} keys"
+            )
+        found.append((name, ids, ids))
+    q_offsets, kv_offsets = segments["cu_seq_lens_q"], segments["cu_seq_lens_k"]
+    if (q_offsets is None) != (kv_offsets is None):
+        raise LayoutError("cu_seq_lens_q and cu_seq_lens_k must be given together, got one of them")
+    if q_offsets is not None and kv_offsets is not None:
+        q_ids = from_cu_seqlens("cu_seq_lens_q", q_offsets, batch, q_len)
+        found.append(("cu_seq_lens_q", q_ids, from_cu_seqlens("cu_seq_lens_k", kv_offsets, batch, kv_len)))
+    for other in found[1:]:
+        check_agree((found[0][0], other[0]), found[0][1], other[1], None)
+    return found[0] if found else None
+
+
+def segmented(q_ids: Tensor, kv_ids: Tensor) -> MaskLayout:
+    """The layout that keeps documents apart and restricts nothing else."""
+    mask = StructuredMask(q_segments=q_ids, kv_segments=kv_ids)
+    return MaskLayout(q_ids.shape[1], kv_ids.shape[1], visibility=mask)
 
 
 def from_positions(position_ids: Tensor, live: Tensor | None, batch: int) -> Tensor | None:
@@ -23,47 +71,45 @@ def from_positions(position_ids: Tensor, live: Tensor | None, batch: int) -> Ten
         batch: B.
 
     Returns:
-        ``Int[B, Q]`` with one number per document, or ``None`` when every row is one document. While tracing, values
-        are not read, and every 0 starts a document.
+        ``Int[B, Q]`` with one number per document, or ``None`` when every row is one document; while tracing, where no
+        value is read, never ``None``.
 
     Raises:
         LayoutError: positions jump ahead, or documents start at different positions.
     """
     positions = position_ids.expand(batch, -1)
-    if torch.compiler.is_compiling() or positions.is_meta:
-        return (positions == 0).cumsum(1)
-    host = positions.cpu()
-    if bool((host.diff(dim=1) == 1).all()):
-        return None
-    alive = torch.ones_like(host, dtype=torch.bool) if live is None else live.cpu().expand(batch, -1)
-    starts = torch.zeros_like(host)
-    for row in range(batch):
-        at = alive[row].nonzero()[:, 0]
-        restart = _restarts(host[row, at], at, row)
-        starts[row, at[1:][restart]] = 1
-    return starts.cumsum(1).to(positions.device) if bool(starts.any()) else None
+    alive, before = _alive(positions, live), _previous(positions, live)
+    index = torch.arange(positions.shape[1], device=positions.device)
+    earlier = positions.gather(1, before.clamp(min=0))
+    follows = alive & (before >= 0)
+    restart = follows & (positions <= earlier)
+    jump = follows & ~restart & (positions != earlier + 1) & (positions - earlier != index - before)
+    if readable(positions):
+        restarts, jumps = torch.stack([restart.any(), jump.any()]).tolist()
+        if jumps:
+            row, column = jump.nonzero()[0].tolist()
+            raise LayoutError(
+                "position_ids must go on by 1 inside a document and restart with each document, got "
+                f"{int(earlier[row, column])} followed by {int(positions[row, column])} in row {row}, column {column}; "
+                "say where documents lie with segment_ids= or polyattn_transformers.packed(...)"
+            )
+        if not restarts:
+            return None
+        _check_starts(positions, restart, alive & (before < 0))
+    return restart.cumsum(1)
 
 
-def _restarts(positions: Tensor, at: Tensor, row: int) -> Tensor:
-    """Which live tokens after the first one start a document, ``Bool[N - 1]``."""
-    step = positions.diff()
-    restart = step <= 0
-    jump = ~restart & (step != 1) & (step != at.diff())
-    if bool(jump.any()):
-        i = int(jump.nonzero()[0, 0])
-        raise LayoutError(
-            f"position_ids must go on by 1 inside a document and restart with each document, got {int(positions[i])} "
-            f"followed by {int(positions[i + 1])} in row {row}, column {int(at[i + 1])}; "
-            "say where documents lie with segment_ids= or polyattn_transformers.packed(...)"
-        )
-    first = positions[1:][restart].unique().tolist()
-    if len(first) > 1 or (first and int(positions[0]) < first[0]):
-        raise LayoutError(
-            f"position_ids must restart at one number with each document, got restarts at {first} in row {row}, which "
-            f"begins at {int(positions[0])}; say where documents lie with segment_ids= or "
-            "polyattn_transformers.packed(...)"
-        )
-    return restart
+def _check_starts(positions: Tensor, restart: Tensor, first: Tensor) -> None:
+    """Refuse documents of one row that start at different numbers; the first may be the rest of a longer one."""
+    for row in restart.any(1).nonzero()[:, 0].tolist():
+        starts = positions[row, restart[row]].unique().tolist()
+        begin = int(positions[row, first[row]])
+        if len(starts) > 1 or begin < starts[0]:
+            raise LayoutError(
+                f"position_ids must restart at one number with each document, got restarts at {starts} in row {row}, "
+                f"which begins at {begin}; say where documents lie with segment_ids= or "
+                "polyattn_transformers.packed(...)"
+            )
 
 
 def from_cu_seqlens(name: str, cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
@@ -74,7 +120,7 @@ def from_cu_seqlens(name: str, cu_seqlens: Tensor, batch: int, length: int) -> T
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise LayoutError(f"{name} must be Int[N + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
-    if not torch.compiler.is_compiling() and not cu_seqlens.is_meta:
+    if readable(cu_seqlens):
         offsets = cu_seqlens.tolist()
         if offsets[:1] != [0] or offsets != sorted(offsets) or offsets[-1] != batch * length:
             raise LayoutError(
@@ -97,20 +143,15 @@ def check_agree(names: tuple[str, str], one: Tensor, other: Tensor, live: Tensor
     Raises:
         LayoutError: they differ.
     """
-    if torch.compiler.is_compiling() or one.is_meta:
+    if not readable(one):
         return
-    rows = max(one.shape[0], other.shape[0])
-    left, right = (x.cpu().expand(rows, -1) for x in (one, other))
-    alive = torch.ones_like(left, dtype=torch.bool) if live is None else live.cpu().expand(rows, -1)
-    for row in range(rows):
-        at = alive[row].nonzero()[:, 0]
-        borders = [(x[row, at].diff() != 0) for x in (left, right)]
-        if not torch.equal(*borders):
-            column = int(at[1:][borders[0] != borders[1]][0])
-            raise LayoutError(
-                f"{names[0]} and {names[1]} must describe the same documents, got a border before column {column} of "
-                f"row {row} in one of them only; give one of the two"
-            )
+    differ = _borders(one, live) != _borders(other, live)
+    if bool(differ.any()):
+        row, column = differ.nonzero()[0].tolist()
+        raise LayoutError(
+            f"{names[0]} and {names[1]} must describe the same documents, got a border before column {column} of "
+            f"row {row} in one of them only; give one of the two"
+        )
 
 
 def check_whole(name: str, documents: Tensor, live: Tensor | None) -> None:
@@ -119,16 +160,38 @@ def check_whole(name: str, documents: Tensor, live: Tensor | None) -> None:
     Raises:
         LayoutError: a padded token lies between two live tokens of one document.
     """
-    if live is None or torch.compiler.is_compiling() or documents.is_meta:
+    if live is None or not readable(documents):
         return
-    rows = max(documents.shape[0], live.shape[0])
-    ids, alive = documents.cpu().expand(rows, -1), live.cpu().expand(rows, -1)
-    for row in range(rows):
-        at = alive[row].nonzero()[:, 0]
-        hole = (ids[row, at].diff() == 0) & (at.diff() > 1)
-        if bool(hole.any()):
-            column = int(at[:-1][hole][0]) + 1
-            raise LayoutError(
-                f"{name} and attention_mask must agree, got a masked token inside a document in row {row}, "
-                f"column {column}; padding belongs before or after a document"
-            )
+    before = _previous(documents, live)
+    index = torch.arange(documents.shape[1], device=documents.device)
+    hole = live & (before >= 0) & (index - before > 1) & ~_borders(documents, live)
+    if bool(hole.any()):
+        row, column = hole.nonzero()[0].tolist()
+        raise LayoutError(
+            f"{name} and attention_mask must agree, got a masked token inside a document in row {row}, column "
+            f"{column - 1}; padding belongs before or after a document"
+        )
+
+
+def readable(value: Tensor) -> bool:
+    """Whether there are values to look at: not while tracing, and not in tensors without data."""
+    return not torch.compiler.is_compiling() and type(value) is Tensor and not value.is_meta
+
+
+def _alive(ids: Tensor, live: Tensor | None) -> Tensor:
+    return torch.ones_like(ids, dtype=torch.bool) if live is None else live.expand(max(len(ids), len(live)), -1)
+
+
+def _previous(ids: Tensor, live: Tensor | None) -> Tensor:
+    """The column of the last live token before each token ``Int[B, Q]``, -1 where there is none."""
+    alive = _alive(ids, live)
+    index = torch.arange(alive.shape[1], device=alive.device)
+    last = torch.where(alive, index, -1).cummax(1).values
+    return torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+
+
+def _borders(ids: Tensor, live: Tensor | None) -> Tensor:
+    """Which live tokens belong to another document than the live token before them, ``Bool[B, Q]``."""
+    before = _previous(ids, live)
+    ids = ids.expand_as(before)
+    return _alive(ids, live) & (before >= 0) & (ids != ids.gather(1, before.clamp(min=0)))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from polyattn import LayoutError, MaskLayout
 from torch import Tensor
+
+from polyattn import LayoutError, MaskLayout
 
 Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -86,14 +87,26 @@ class PackedMask:
         return PackedMask(self.layouts[True].to(device), self.layouts[False].to(device))
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
-            f"a PackedMask is no tensor and has no attribute {name!r}: only attention of polyattn reads it "
-            "(attn_implementation='polyattn_...' or polyattn_transformers.use), and generation takes no packed prompts; "
-            "elsewhere, pass position_ids that restart with each document and no attention_mask"
-        )
+        raise AttributeError(_no_tensor(f"has no attribute {name!r}"))
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(_no_tensor("cannot be indexed"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
+        """Refuse every function of torch."""
+        raise TypeError(_no_tensor(f"cannot be given to torch's {getattr(function, '__name__', function)}"))
 
     def __repr__(self) -> str:
         return f"PackedMask({self.layouts[True].describe()})"
+
+
+def _no_tensor(fact: str) -> str:
+    return (
+        f"a PackedMask is no tensor and {fact}: only attention of polyattn reads it "
+        "(attn_implementation='polyattn_...' or polyattn_transformers.use), and generation takes no packed prompts; "
+        "elsewhere, pass position_ids that restart with each document and no attention_mask"
+    )
 
 
 def check_length(mask: PackedMask, q_len: int, kv_len: int) -> None:

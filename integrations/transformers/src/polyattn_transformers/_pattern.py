@@ -117,8 +117,8 @@ def _union(function: MaskFunction) -> Iterator[Term]:
 
 
 def _cells(function: MaskFunction) -> dict[str, Any]:
-    closure: Any = function.__closure__  # type: ignore[attr-defined]
-    names = function.__code__.co_freevars  # type: ignore[attr-defined]
+    closure: Any = function.__closure__
+    names = function.__code__.co_freevars
     return {name: cell.cell_contents for name, cell in zip(names, closure, strict=True)}
 
 

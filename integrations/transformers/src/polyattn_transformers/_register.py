@@ -11,16 +11,18 @@ from types import FunctionType
 from typing import Any
 
 import transformers
-from polyattn import ConfigError
 from torch import nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from polyattn import ConfigError
 from polyattn_transformers import _attention
 from polyattn_transformers._attention import attention_forward
 from polyattn_transformers._backends import PREFIX, bare_name, installed, resolve
-from polyattn_transformers._mask import layout_mask
+from polyattn_transformers._mask_function import layout_mask
 from polyattn_transformers._versions import check_version
+
+_check_of_transformers = PreTrainedModel.get_correct_attn_implementation
 
 
 def register(*, allow_untested: bool = False) -> tuple[str, ...]:
@@ -41,9 +43,9 @@ def register(*, allow_untested: bool = False) -> tuple[str, ...]:
     check_version(transformers.__version__, allow_untested=allow_untested)
     names = installed()
     for name in names:
-        _register_one(name)
+        _add(name)
     _attention.forget()
-    _guard_names()
+    PreTrainedModel.get_correct_attn_implementation = _check_implementation  # type: ignore[method-assign]
     return tuple(PREFIX + name for name in names)
 
 
@@ -61,23 +63,25 @@ def use(model: nn.Module, name: str) -> nn.Module:
         ``model``.
 
     Raises:
-        UnknownBackendError, BackendLoadError, IncompatiblePluginError, DuplicatePluginError, BlockedPluginError: see the
-            registry.
+        UnknownBackendError, BackendLoadError, IncompatiblePluginError, DuplicatePluginError, BlockedPluginError:
+            see the registry.
         ConfigError: some modules attend without going through transformers' attention interface, a configuration asks
             for attention weights, or there is no transformers model.
     """
     bare = bare_name(name)
     resolve(bare)
-    register_names = register()
+    _add(bare)
     implementation = PREFIX + bare
-    assert implementation in register_names or _register_one(bare)
     configs = list(_configs(model))
-    if not configs:
-        raise ConfigError(f"model must be or contain a transformers model, got {type(model).__name__}")
-    if strangers := _strangers(model):
+    followers, strangers = _attentions(model)
+    if not configs or not (followers or strangers):
+        raise ConfigError(
+            f"model must be or contain a transformers model with attention layers, got {type(model).__name__}"
+        )
+    if strangers:
         raise ConfigError(
             f"{type(model).__name__} cannot run on {implementation}, because these modules attend without "
-            f"transformers' attention interface: {', '.join(strangers)}; switch the submodels that do use it, one by one"
+            f"transformers' attention interface: {', '.join(strangers)}; switch the submodels that do use it one by one"
         )
     if any(getattr(config, "output_attentions", False) for config in configs):
         raise ConfigError(
@@ -89,41 +93,31 @@ def use(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-def _register_one(name: str) -> bool:
+def _add(name: str) -> None:
+    """Register attention and mask function of one backend; neither can fail, so never one without the other."""
     AttentionInterface.register(PREFIX + name, functools.partial(attention_forward, backend=name))
     AttentionMaskInterface.register(PREFIX + name, layout_mask)
-    return True
 
 
-def _guard_names() -> None:
-    """Let our names through transformers' check of implementations.
+def _check_implementation(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
+    """What takes the place of ``PreTrainedModel.get_correct_attn_implementation``.
 
-    The check reads meaning into names: what contains ``sdpa`` is refused for models that transformers' own sdpa does not
-    serve (GPT-OSS), likewise ``flex_attention``. Our names are checked here instead, and their backend is loaded.
+    transformers reads meaning into names: what contains ``sdpa`` is refused for models that its own sdpa does not serve
+    (GPT-OSS), likewise ``flex_attention``. Our names are checked here, when a model is configured, and their backend
+    is loaded; all others go to transformers.
     """
-    original = PreTrainedModel.get_correct_attn_implementation
-    if hasattr(original, "_polyattn"):
-        return
-
-    @functools.wraps(original)
-    def get_correct_attn_implementation(
-        self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False
-    ) -> str:
-        if requested_attention is None or not requested_attention.startswith(PREFIX):
-            checked: str = original(self, requested_attention, is_init_check)
-            return checked
-        bare = bare_name(requested_attention)
-        resolve(bare)
-        if not _reaches_interface(type(self)):
-            raise ConfigError(
-                f"attn_implementation={requested_attention!r} cannot serve {type(self).__name__}, whose attention does "
-                "not go through transformers' attention interface; it runs with attn_implementation='eager' only"
-            )
-        _register_one(bare)
-        return requested_attention
-
-    get_correct_attn_implementation._polyattn = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    if requested_attention is None or not requested_attention.startswith(PREFIX):
+        checked: str = _check_of_transformers(self, requested_attention, is_init_check)
+        return checked
+    bare = bare_name(requested_attention)
+    resolve(bare)
+    if not _reaches_interface(type(self)):
+        raise ConfigError(
+            f"attn_implementation={requested_attention!r} cannot serve {type(self).__name__}, whose attention does "
+            "not go through transformers' attention interface; it runs with attn_implementation='eager' only"
+        )
+    _add(bare)
+    return requested_attention
 
 
 def _reaches_interface(model: type[PreTrainedModel]) -> bool:
@@ -131,14 +125,15 @@ def _reaches_interface(model: type[PreTrainedModel]) -> bool:
     module = sys.modules.get(model.__module__)
     if module is None:
         return True
-    classes = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__]
-    attentions = [value for value in classes if _attends(value)]
+    classes = [value for value in vars(module).values() if inspect.isclass(value)]
+    attentions = [value for value in classes if value.__module__ == module.__name__ and _attends(value)]
     return not attentions or any(_uses_interface(value) for value in attentions)
 
 
 def _configs(model: nn.Module) -> Iterator[PretrainedConfig]:
     """Every configuration that a module of ``model`` reads, and their sub-configurations, each once."""
-    todo = [config for module in model.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)]
+    read = (getattr(module, "config", None) for module in model.modules())
+    todo = [config for config in read if isinstance(config, PretrainedConfig)]
     seen: set[int] = set()
     while todo:
         config = todo.pop()
@@ -150,19 +145,24 @@ def _configs(model: nn.Module) -> Iterator[PretrainedConfig]:
         todo += [part for part in parts if isinstance(part, PretrainedConfig)]
 
 
-def _strangers(model: nn.Module) -> list[str]:
-    """Modules that attend by themselves: attention classes without attention inside that never ask the interface."""
+def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of the attention layers that ask transformers' interface, and of those that attend by themselves.
+
+    An attention class with another one inside is a wrapper and belongs to neither.
+    """
     found = {name: module for name, module in model.named_modules() if _attends(type(module))}
-    inner = {outer for outer in found for name in found if name != outer and name.startswith(f"{outer}." if outer else "")}
-    return [
-        f"{name} ({type(module).__name__})"
-        for name, module in found.items()
-        if name not in inner and not _uses_interface(type(module))
-    ]
+    wrappers = {
+        outer for outer in found for name in found if name != outer and name.startswith(f"{outer}." if outer else "")
+    }
+    layers = {name: type(module) for name, module in found.items() if name not in wrappers}
+    followers = [name for name, kind in layers.items() if _uses_interface(kind)]
+    return followers, [f"{name} ({kind.__name__})" for name, kind in layers.items() if name not in followers]
 
 
 def _attends(kind: type[Any]) -> bool:
-    return issubclass(kind, nn.Module) and re.search(r"Attention(?!Output|Pool)", kind.__name__) is not None
+    """Whether a class looks like softmax attention; linear attention has no mask and no backend."""
+    name = kind.__name__
+    return issubclass(kind, nn.Module) and "Attention" in name and not re.search(r"Linear|Lightning|Output|Pool", name)
 
 
 def _uses_interface(kind: type[Any]) -> bool:

@@ -1,0 +1,114 @@
+"""The mask function that transformers calls: its own description of a mask becomes a ``MaskLayout``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from polyattn import LayoutError
+from polyattn_transformers._build import Span, layout_of
+from polyattn_transformers._documents import readable
+from polyattn_transformers._layout_mask import LayoutMask
+from polyattn_transformers._packing import PackedMask, check_length
+from polyattn_transformers._pattern import MaskFunction, Pattern, read_pattern
+
+#: What transformers' factories pass for its own implementations, and what a layout does not need.
+_UNUSED = frozenset(
+    {"local_size", "allow_is_causal_skip", "allow_is_bidirectional_skip", "dtype", "config", "use_vmap"}
+)
+
+
+def layout_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | PackedMask | LayoutMask | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> LayoutMask:
+    """The mask function of every polyattn implementation (transformers' ``AttentionMaskInterface``).
+
+    Args:
+        batch_size: B.
+        q_length: number of queries.
+        kv_length: number of keys.
+        q_offset: absolute index of the first query.
+        kv_offset: absolute index of the first key.
+        mask_function: who sees whom, over absolute indices.
+        attention_mask: padding ``[B, L]`` over absolute indices, True or 1 where a token is; missing tokens are
+            padding. Or packed documents, or a mask that this function returned earlier in the same forward.
+        device: where the mask is needed.
+        **kwargs: what transformers passes for its own implementations.
+
+    Returns:
+        The mask, never ``None``: a layout says also what a missing mask leaves open.
+
+    Raises:
+        LayoutError: a mask of another rank or size than the call's, or packed documents that do not fit it.
+    """
+    if unknown := kwargs.keys() - _UNUSED:
+        raise LayoutError(f"unknown arguments of a mask: {', '.join(sorted(unknown))}; they would be ignored")
+    if isinstance(attention_mask, LayoutMask):
+        return _handed_back(attention_mask, q_length, kv_length)
+    span = Span(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
+    pattern = read_pattern(mask_function)
+    if isinstance(attention_mask, PackedMask):
+        return _packed_mask(attention_mask, pattern, span)
+    padding, live = _padding(attention_mask, span)
+    layout = layout_of(pattern, span, padding)
+    documents = None
+    if pattern.documents is not None:
+        documents = ("position_ids", span.queries("packed sequence mask", pattern.documents))
+    return LayoutMask(layout, batch=batch_size, live=live, documents=documents)
+
+
+def _handed_back(mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
+    if (mask.layout.q_len, mask.layout.kv_len) != (q_len, kv_len):
+        raise LayoutError(
+            f"a mask that was made ahead must fit the forward, got {mask.layout.q_len} queries and "
+            f"{mask.layout.kv_len} keys in the mask, {q_len} and {kv_len} in the forward"
+        )
+    return mask
+
+
+def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask:
+    check_length(packed, span.q_len, span.kv_len)
+    packed = packed.to(span.device)
+    simple = not (pattern.chunk or pattern.valid or pattern.opaque) and pattern.blocks is pattern.documents is None
+    layout = packed.layouts[pattern.causal and simple].with_window(pattern.window if simple else None)
+    if not simple:
+        layout = layout & layout_of(pattern, span, None)
+    return LayoutMask(layout, batch=span.batch, documents=("packed documents", packed.documents))
+
+
+def _padding(attention_mask: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor | None]:
+    """The padding of the keys ``Bool[B, K]`` and of the queries ``Bool[B, Q]``; ``None`` where there is none."""
+    if attention_mask is None:
+        return None, None
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise LayoutError(
+            f"attention_mask must be [B, K] with 1 where a token is, or [B, 1, Q, K], got {got}; "
+            "packed documents go into polyattn_transformers.packed(...)"
+        )
+    if attention_mask.shape[0] not in (1, span.batch):
+        raise LayoutError(f"attention_mask must have {span.batch} rows or 1, got {attention_mask.shape[0]}")
+    mask = attention_mask.to(device=span.device, dtype=torch.bool)
+    if isinstance(span.kv_offset, Tensor):
+        return span.keys("attention_mask", mask), None
+    missing = span.kv_offset + span.kv_len - mask.shape[1]
+    if missing > 0:
+        mask = torch.nn.functional.pad(mask, (0, missing))
+    keys = span.keys("attention_mask", mask)
+    live = None
+    if not isinstance(span.q_offset, Tensor) and span.q_offset + span.q_len <= mask.shape[1]:
+        live = span.queries("attention_mask", mask)
+    # A look at the values costs a wait on a device; without padding it saves the mask.
+    look = readable(mask) and (span.syncs or mask.device.type == "cpu")
+    return (None if look and bool(keys.all()) else keys), live
