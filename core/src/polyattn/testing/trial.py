@@ -16,6 +16,7 @@ from polyattn._layout import MaskLayout
 from polyattn._request import FEATURES, AttentionRequest, Reason
 from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, INFER_LSE, TRAIN, TRAIN_LSE, Case, Mode, evaluate, make_case
+from polyattn.testing.layouts import LAYOUTS
 
 #: The dtypes in which a backend is tried, best known numbers first.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -141,6 +142,18 @@ class Trial:
         if prepared is None:
             raise LeftOut(f"refused: {'; '.join(map(str, self.refusals[-1]))}")
         return prepared
+
+    def accepted(self, names: Iterable[str]) -> list[str]:
+        """Those of the named layouts that the backend accepts without LSE and gradients; it refuses the rest properly.
+
+        Raises:
+            LeftOut: it accepts none.
+        """
+        cases = {name: self.case(LAYOUTS[name]()) for name in names}
+        found = [name for name, case in cases.items() if self.prepare(case.layout, case.request(INFER)) is not None]
+        if not found:
+            raise LeftOut(f"refuses all of {', '.join(cases)}")
+        return found
 
     def strongest(self, case: Case) -> Mode:
         """The mode that asks for most among those that the backend accepts for ``case``.

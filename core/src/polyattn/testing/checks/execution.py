@@ -44,7 +44,7 @@ def autocast(trial: Trial, dtypes: tuple[torch.dtype, ...]) -> None:
     """Under autocast q, k and v are cast first: the output is in the autocast dtype, gradients come back in theirs."""
     if not torch.amp.is_autocast_available(trial.device.type):
         raise LeftOut(f"there is no autocast on {trial.device.type}")
-    for name in _NAMES:
+    for name in trial.accepted(_NAMES):
         low = trial.case(LAYOUTS[name](), dtype=torch.bfloat16)
         given = dict(zip("qkv", dtypes, strict=True))
         case = low.change(**{letter: getattr(low, letter).to(dtype) for letter, dtype in given.items()})
@@ -161,7 +161,7 @@ def recompiles(trial: Trial) -> None:
 @check({"reentrant": True, "not_reentrant": False})
 def checkpointing(trial: Trial, reentrant: bool) -> None:
     """Activation checkpointing gives the same output and gradients."""
-    for name in _NAMES:
+    for name in trial.accepted(_NAMES):
         case = trial.case(LAYOUTS[name](), heads=4, kv_heads=2)
         prepared = trial.must_prepare(case.layout, case.request(TRAIN))
 
@@ -193,7 +193,7 @@ def deterministic(trial: Trial) -> None:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        for name in _NAMES:
+        for name in trial.accepted(_NAMES):
             case = trial.case(LAYOUTS[name](), heads=4, kv_heads=2)
             mode = trial.strongest(case)
             prepared = trial.must_prepare(case.layout, case.request(mode))
@@ -209,7 +209,7 @@ def deterministic(trial: Trial) -> None:
 @check()
 def reuse(trial: Trial) -> None:
     """What was prepared once serves every layer, also when others are prepared and used in between."""
-    cases = [trial.case(LAYOUTS[name](), heads=4, kv_heads=2) for name in _NAMES]
+    cases = [trial.case(LAYOUTS[name](), heads=4, kv_heads=2) for name in trial.accepted(_NAMES)]
     cases += [trial.case(MaskLayout.packed(lengths)) for lengths in ([2, 6], [5, 3])]
     cases += [trial.case(MaskLayout.causal(8), scale=scale) for scale in (0.1, 1.0)]
     modes = [trial.strongest(case) for case in cases]
@@ -224,7 +224,7 @@ def reuse(trial: Trial) -> None:
 @check()
 def backward_twice(trial: Trial) -> None:
     """A retained graph gives the same gradients again."""
-    for name in _NAMES:
+    for name in trial.accepted(_NAMES):
         case = trial.case(LAYOUTS[name]())
         prepared = trial.must_prepare(case.layout, case.request(TRAIN))
         leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
@@ -238,7 +238,7 @@ def backward_twice(trial: Trial) -> None:
 @check()
 def inference_mode(trial: Trial) -> None:
     """What was prepared and used in inference mode leaves nothing behind that training could trip over."""
-    for name in _NAMES:
+    for name in trial.accepted(_NAMES):
         case = trial.case(LAYOUTS[name]())
         mode = trial.strongest(case)
         prepared = trial.must_prepare(case.layout, case.request(mode))
@@ -252,7 +252,7 @@ def inference_mode(trial: Trial) -> None:
 @check()
 def no_waiting(trial: Trial) -> None:
     """``attend`` never waits for a value of a tensor, neither forward nor backward."""
-    for name in _NAMES:
+    for name in trial.accepted(_NAMES):
         case = trial.case(LAYOUTS[name](), heads=4, kv_heads=2)
         mode = trial.strongest(case)
         prepared = trial.must_prepare(case.layout, case.request(mode))

@@ -81,7 +81,7 @@ USES = {
     "packed": _Use((lambda: MaskLayout.packed([1, 3]), lambda: MaskLayout.packed([1, 3], causal=False))),
     "prefix_lm": _Use((lambda: MaskLayout.prefix_lm([2], 4),)),
     "chunked": _Use((lambda: MaskLayout.chunked(2, 4),)),
-    "positions": _Use((LAYOUTS["positions"],)),
+    "positions": _Use((LAYOUTS["positions"], lambda: MaskLayout.causal(4).select_queries([1, 2]))),
     "dense": _Use((lambda: MaskLayout.dense(torch.ones(4, 4).tril().bool()),)),
     "mask_mod": _Use((LAYOUTS["mask_mod"],)),
     "per_head_mask": _Use((LAYOUTS["dense_heads"], LAYOUTS["mask_mod_heads"])),
@@ -124,7 +124,7 @@ def ability(trial: Trial, use: _Use) -> None:
 
 
 def _copied(trial: Trial, copied: Callable[[object], object]) -> None:
-    for name in ("causal", "packed", "dense", "right_padding"):
+    for name in trial.accepted(("causal", "packed", "dense", "right_padding")):
         case = trial.case(LAYOUTS[name]())
         mode = trial.strongest(case)
         prepared = copied(trial.must_prepare(case.layout, case.request(mode)))
