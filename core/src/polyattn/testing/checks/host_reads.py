@@ -20,6 +20,11 @@ class _HostReads(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.where = where
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Else torch.compile does nothing inside the mode, and a backend that compiles its kernel could not run.
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("aten.").removesuffix(".default")
         assert name not in _READS, f"{self.where} must not read tensor values on the host, it calls {func}"
