@@ -93,6 +93,21 @@ def pip_install():
     return install
 
 
+@pytest.fixture(scope="session")
+def build_wheel(tmp_path_factory):
+    """``build_wheel(folder)``: the wheel of the distribution in ``folder``, built without a network."""
+
+    def build(folder):
+        wheels = tmp_path_factory.mktemp("wheels")
+        command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(wheels)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (wheel,) = wheels.iterdir()
+        return wheel
+
+    return build
+
+
 @pytest.fixture
 def run_python(tmp_path):
     """``run_python(code, path=[...], env={...}, status=0)``: stdout and stderr of a fresh interpreter.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from polyattn._modules import AttentionSpec, GroupedQueryAttention
     from polyattn._registry import Registry, backends, rope_variants
     from polyattn._request import FEATURES, AttentionRequest, Reason
-    from polyattn._rope import RopeSpec, RopeVariant, RotaryEmbedding, RotaryTables, apply_rotary
+    from polyattn._rope import RopeFrequencies, RopeSpec, RopeVariant, RotaryEmbedding, RotaryTables, apply_rotary
     from polyattn._scope import AttentionScope
     from polyattn._select import Decision, explain
 
@@ -58,7 +58,7 @@ _MODULES = {
     "_modules": ("AttentionSpec", "GroupedQueryAttention"),
     "_registry": ("Registry", "backends", "rope_variants"),
     "_request": ("FEATURES", "AttentionRequest", "Reason"),
-    "_rope": ("RopeSpec", "RopeVariant", "RotaryEmbedding", "RotaryTables", "apply_rotary"),
+    "_rope": ("RopeFrequencies", "RopeSpec", "RopeVariant", "RotaryEmbedding", "RotaryTables", "apply_rotary"),
     "_scope": ("AttentionScope",),
     "_select": ("Decision", "explain"),
 }
@@ -88,6 +88,7 @@ __all__ = [
     "Reason",
     "Registry",
     "RopeConfigError",
+    "RopeFrequencies",
     "RopeSpec",
     "RopeVariant",
     "RotaryEmbedding",

@@ -20,6 +20,7 @@ COMMANDS = {
     "explain": ("polyattn._cli.explain:explain", "Say why a backend would be chosen or refused."),
     "list": ("polyattn._cli.listing:list_plugins", "List what is installed, without importing any of it."),
     "mask": ("polyattn._cli.mask:mask", "Draw what may see what."),
+    "new": ("polyattn._cli.new:new", "Write a package for a plugin of your own."),
     "rope": ("polyattn._cli.rope:rope", "Print the rotary spec that a model's config means."),
 }
 

@@ -1,0 +1,75 @@
+"""The path of a plugin's author: generate, build, install, list, check, and name it in a config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A folder in which ``polyattn new`` wrote a backend and a RoPE variant."""
+    from click.testing import CliRunner
+
+    from polyattn._cli import cli
+
+    folder = tmp_path_factory.mktemp("workshop")
+    for arguments in (["my-backend"], ["--rope", "my-rope"]):
+        result = CliRunner().invoke(cli, ["new", *arguments, "--into", str(folder)])
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(workshop, build_wheel, pip_install, tmp_path_factory):
+    """A clean folder into which both were installed from their wheels."""
+    wheels = [build_wheel(folder) for folder in sorted(workshop.iterdir())]
+    return pip_install(tmp_path_factory.mktemp("target"), *wheels)
+
+
+def test_the_installed_plugins_are_listed(target, run_python):
+    listed = json.loads(run_python(["-m", "polyattn", "list", "--json"], path=[target]).stdout)
+    (backend,) = [entry for entry in listed["backends"] if entry["name"] == "my_backend"]
+    (variant,) = [entry for entry in listed["rope"] if entry["name"] == "my_rope"]
+    assert (backend["dist"], backend["status"]) == ("polyattn-my-backend", "available")
+    assert (variant["dist"], variant["status"]) == ("polyattn-rope-my-rope", "available")
+
+
+def test_the_backend_passes_the_kit_on_the_command_line(target, run_python):
+    done = run_python(["-m", "polyattn", "check", "my_backend", "--json"], path=[target], timeout=300)
+    counts = json.loads(done.stdout)["counts"]
+    assert counts["failed"] == counts["expected failure"] == 0
+    assert counts["pass"] > 150
+
+
+@pytest.mark.parametrize(("dist", "only"), [("polyattn-my-backend", "ability"), ("polyattn-rope-my-rope", "")])
+def test_the_generated_tests_pass(dist, only, workshop, target, run_python):
+    tests = [workshop / dist, "-c", workshop / dist / "pyproject.toml", "-q", "-p", "no:cacheprovider", "-k", only]
+    assert " passed" in run_python(["-m", "pytest", *tests], path=[target], timeout=120).stdout
+
+
+def test_a_model_trains_with_both_by_name(target, run_python, tmp_path):
+    config = yaml.safe_load((ROOT / "examples/tiny_lm/demo.yaml").read_text(encoding="utf-8"))
+    config["attn_backend"] = "my_backend"
+    config["rope"] |= {"variant": "my_rope", "parameters": {"factor": 4.0}}
+    config["model"]["layers"] = 1
+    config["data"] = {"rows": 1, "row_length": 64}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    run_python(["-m", "tiny_lm", "train", "run.yaml", "--steps", 2, "--out", "out"], path=[target])
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert (report["backend"], report["distribution"]) == ("my_backend", "polyattn-my-backend 0.1.0")
+    assert len(report["losses"]) == 2
+
+
+def test_the_template_is_in_the_wheel_of_core(build_wheel, pip_install, tmp_path, run_python):
+    core = pip_install(tmp_path / "core", build_wheel(ROOT / "core"))
+    run_python(["-m", "polyattn", "new", "my-backend"], path=[core])
+    code = "import polyattn._cli.new as new; print(new.__file__)"
+    assert Path(run_python(code, path=[core]).stdout.strip()).is_relative_to(core)
+    assert (tmp_path / "polyattn-my-backend" / ".github" / "workflows" / "test.yml").is_file()
