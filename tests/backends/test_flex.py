@@ -75,7 +75,8 @@ REFUSALS = {
     ),
     "lse": (
         {"needs_lse": True},
-        "lse: got needs_lse=True on cpu, need a CUDA device, since the compiled CPU kernel returns no LSE; " + _UNCOMPILED,
+        "lse: got needs_lse=True on cpu, need a CUDA device, since the compiled CPU kernel returns no LSE; "
+        + _UNCOMPILED,
     ),
     "lse_gradient": (
         {"needs_lse": True, "needs_lse_grad": True},
@@ -161,7 +162,10 @@ def test_options_of_the_cuda_kernels_are_refused_on_the_cpu():
         ({"compiled": "no"}, "option 'compiled' must be bool, got 'no'"),
         ({"compile_limit": 0}, "compile_limit must be at least 1, got 0"),
         ({"kernel_options": {"BACKEND": "AUTO"}}, "kernel_options must be among .*, got BACKEND"),
-        ({"kernel_options": {"ROWS_GUARANTEED_SAFE": True}}, "kernel_options must be among .*, got ROWS_GUARANTEED_SAFE"),
+        (
+            {"kernel_options": {"ROWS_GUARANTEED_SAFE": True}},
+            "kernel_options must be among .*, got ROWS_GUARANTEED_SAFE",
+        ),
         ({"kernel_options": {"num_warps": "4"}}, "kernel_options must be integers or booleans, got num_warps='4'"),
         ({"compiled": False, "decode": True}, "decode and kernel_options choose a compiled kernel, got compiled=False"),
     ],

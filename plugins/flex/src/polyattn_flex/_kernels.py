@@ -101,8 +101,9 @@ def _flex(
 ) -> Result:
     if not torch.compiler.is_compiling():
         raise RuntimeError(
-            "backend 'flex_attention': torch.compile is turned off (TORCHDYNAMO_DISABLE, or the stance force_eager), "
-            "and the kernel does not run uncompiled unasked; turn it on, or set the backend option compiled=False"
+            "backend 'flex_attention': torch.compile is turned off (TORCHDYNAMO_DISABLE, the stance force_eager, or a "
+            "TorchDispatchMode around the call), and the kernel does not run uncompiled unasked; turn it on, or set the "
+            "backend option compiled=False"
         )
     block_mask = BlockMask(
         seq_lengths=(q.shape[2], k.shape[2]),

@@ -1,0 +1,134 @@
+"""The compiled CPU kernel of flex_attention.
+
+A kernel takes seconds to compile, so a few serve all tests: sizes are the same wherever they can be.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from polyattn import AttentionRequest, MaskLayout, StructuredMask, UnsupportedAttentionError, attention, backends
+from polyattn.testing import reference_attention
+from polyattn.testing.bounds import assert_within, expected_results
+from polyattn.testing.case import INFER, evaluate, make_case
+from polyattn.testing.checks.rows import _poisoned
+
+pytestmark = pytest.mark.compile
+
+LENGTH = 260
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+_RANDOM = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.5
+_HOLES = torch.rand(1, LENGTH, generator=torch.Generator().manual_seed(1)) < 0.7
+
+STRUCTURED = {
+    "full": lambda: MaskLayout.full(LENGTH),
+    "causal": lambda: MaskLayout.causal(LENGTH),
+    "causal_window": lambda: MaskLayout.causal(LENGTH, window=33),
+    "full_window": lambda: MaskLayout(LENGTH, LENGTH, visibility=StructuredMask(window=70)),
+    "packed": lambda: MaskLayout.packed([100, 1, 159]),
+    "packed_both_ways": lambda: MaskLayout.packed([130, 130], causal=False),
+    "left_padding": lambda: MaskLayout.padded(lengths=[170], kv_len=LENGTH, side="left"),
+    "prefix_lm": lambda: MaskLayout.prefix_lm([140], LENGTH),
+    "chunked": lambda: MaskLayout.chunked(128, LENGTH),
+    "inactive": lambda: MaskLayout.causal(LENGTH, active_queries=torch.arange(LENGTH)[None] % 3 > 0),
+    "nothing": lambda: MaskLayout.padded(lengths=[0], kv_len=LENGTH),
+}
+DENSE = {
+    "dense": lambda: MaskLayout.dense(
+        _RANDOM & (torch.arange(LENGTH) % 7 > 0)[:, None] & (torch.arange(LENGTH) % 5 > 0)
+    ),
+    "holes": lambda: MaskLayout.padded(_HOLES),
+    "mask_mod": lambda: MaskLayout.from_mod(lambda b, h, q, k: (k - q) % 3 == 0, q_len=LENGTH, kv_len=LENGTH),
+}
+
+
+@pytest.fixture
+def kernels():
+    """How many kernels the process has compiled."""
+    return lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _assert_right(case):
+    """Right, with NaN wherever nobody may look."""
+    case = _poisoned(case, torch.nan)
+    prepared = backends.get("flex_attention").prepare(case.layout, case.request(INFER))
+    assert_within(evaluate(prepared, case, INFER), expected_results(case, INFER))
+
+
+def test_one_kernel_serves_every_structure(kernels):
+    before = kernels()
+    for build in STRUCTURED.values():
+        _assert_right(make_case(build(), **SIZES))
+    assert kernels() - before <= 1
+
+
+def test_one_kernel_serves_every_other_mask(kernels):
+    before = kernels()
+    for build in DENSE.values():
+        _assert_right(make_case(build(), dtype=torch.bfloat16, v_head_dim=7, softcap=3.0, bias=(LENGTH,), **SIZES))
+    assert kernels() - before <= 1
+
+
+def test_runs_inside_a_compiled_graph_on_views_of_a_linear_layer():
+    batch, heads, kv_heads, width = SIZES.values()
+    torch.manual_seed(0)
+    projection = nn.Linear(32, (heads + 2 * kv_heads) * width)
+    hidden = torch.randn(batch, LENGTH, 32)
+    layout = MaskLayout.packed([100, 160])
+
+    def projected(hidden):
+        return projection(hidden).unflatten(-1, (-1, width)).transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
+
+    def layer(hidden, prepared):
+        return prepared(*projected(hidden)).output.transpose(1, 2).flatten(2) + 1
+
+    with torch.no_grad():
+        q, k, v = projected(hidden)
+        prepared = backends.get("flex_attention").prepare(layout, AttentionRequest.of(q, k, v))
+        got = torch.compile(layer, fullgraph=True)(hidden, prepared)
+        want = reference_attention(q, k, v, layout.to_dense())[0].transpose(1, 2).flatten(2) + 1
+    torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_one_query_over_a_long_cache_survives_a_bias_that_blocks_part_of_it():
+    # torch's own choice here, its decode kernel, returns zeros: a blocked part counts as a score of 0 beside -500.
+    layout = MaskLayout.padded(lengths=[1024, 700], kv_len=1024, q_len=1)
+    q, k, v = (torch.randn(2, 2, length, 16, generator=torch.Generator().manual_seed(3)) for length in (1, 1024, 1024))
+    bias = torch.full((1024,), -500.0)
+    bias[:128] = -torch.inf
+    got = attention(q, k, v, layout, backend="flex_attention", bias=bias).output
+    want, _ = reference_attention(q, k, v, layout.to_dense(), bias=bias)
+    torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_beyond_the_compile_limit_a_call_raises():
+    _assert_right(make_case(MaskLayout.causal(LENGTH), **SIZES))
+    backend = backends.get("flex_attention").configure({"compile_limit": 1})
+    case = make_case(MaskLayout.causal(LENGTH + 1), **SIZES)
+    prepared = backend.prepare(case.layout, case.request(INFER))
+    with pytest.raises(UnsupportedAttentionError) as refusal:
+        prepared(case.q, case.k, case.v)
+    assert [str(reason) for reason in refusal.value.reasons] == [
+        "options: got sizes that need another kernel, with compile_limit=1 reached, need at most 1 sets of sizes, dtypes, "
+        "strides and constants in one process; pad lengths to a few sizes, or raise compile_limit in backend_options"
+    ]
+
+
+def test_with_the_compiler_turned_off_a_call_raises():
+    case = make_case(MaskLayout.causal(LENGTH), **SIZES)
+    prepared = backends.get("flex_attention").prepare(case.layout, case.request(INFER))
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="does not run uncompiled unasked"):
+        prepared(case.q, case.k, case.v)
+
+
+def test_strides_grad_mode_and_autocast_share_a_kernel(kernels):
+    case = make_case(MaskLayout.causal(LENGTH), **SIZES)
+    prepared = backends.get("flex_attention").prepare(case.layout, case.request(INFER))
+    want = prepared(case.q, case.k, case.v).output
+    before = kernels()
+    wide = torch.stack([case.q, case.q], -1)[..., 0]
+    with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        assert torch.equal(prepared(wide.requires_grad_(), case.k, case.v).output, want)
+    assert kernels() == before
