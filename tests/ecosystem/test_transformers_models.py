@@ -10,8 +10,8 @@ from tiny_models import ZOO, live_tokens, model_of
 
 import polyattn_transformers
 from polyattn import UnsupportedAttentionError, backends
+from polyattn._request import FEATURES
 
-CPU_BACKENDS = ("eager", "sdpa", "flex_attention")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,17 +38,19 @@ def close(got, want):
     return (got - want).abs().max() <= 2e-5 * (1 + want.abs().max())
 
 
+@pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize("backend", [*CPU_BACKENDS, "auto"])
-def test_logits_and_gradients_equal_transformers_eager_or_are_refused(backend, name):
-    zoo, model = ZOO[name], model_of(name, f"polyattn_{backend}")
-    inputs = zoo.inputs()
-    abilities = zoo.needs if backend == "auto" else zoo.needs - backends.get(backend).abilities
-    if backend != "auto" and (abilities or backend == "flex_attention"):
+@pytest.mark.parametrize(
+    ("backend", "options"), [("eager", {}), ("sdpa", {}), ("auto", {}), ("flex_attention", {"compiled": False})]
+)
+def test_logits_and_gradients_equal_transformers_eager_or_are_refused(backend, options, name):
+    zoo = ZOO[name]
+    model, inputs = polyattn_transformers.use(model_of(name), backend, options), zoo.inputs()
+    abilities = frozenset(FEATURES) if backend == "auto" else backends.resolve(backend, options).abilities
+    if zoo.needs - abilities:
         with pytest.raises(UnsupportedAttentionError) as refusal:
             logits_and_gradients(model, inputs)
-        features = {reason.feature for reason in refusal.value.reasons}
-        assert abilities <= features
+        assert zoo.needs - abilities <= {reason.feature for reason in refusal.value.reasons}
         assert "eager" in refusal.value.alternatives
         return
     logits, gradients = logits_and_gradients(model, inputs)
@@ -60,12 +62,14 @@ def test_logits_and_gradients_equal_transformers_eager_or_are_refused(backend, n
     assert [key for key in wanted if not close(gradients[key], wanted[key])] == []
 
 
-@pytest.mark.parametrize("name", [name for name, zoo in ZOO.items() if not zoo.needs & {"sinks"}])
-def test_flex_attention_serves_inference(name):
-    model, inputs = model_of(name, "polyattn_flex_attention"), ZOO[name].inputs()
+def test_compiled_flex_attention_serves_inference_and_refuses_training():
+    model, inputs = model_of("gemma3", "polyattn_flex_attention"), ZOO["gemma3"].inputs()
     with torch.no_grad():
         logits = model(**inputs).logits[live_tokens(inputs)]
-    assert close(logits, expected(name)[0])
+    assert close(logits, expected("gemma3")[0])
+    with pytest.raises(UnsupportedAttentionError, match="grad") as refusal:
+        model(**inputs)
+    assert "sdpa" in refusal.value.alternatives
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "t5"])

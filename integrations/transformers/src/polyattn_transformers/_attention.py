@@ -19,7 +19,7 @@ from polyattn import (
     Reason,
     UnsupportedAttentionError,
 )
-from polyattn_transformers._backends import resolved
+from polyattn_transformers._backends import loaded
 from polyattn_transformers._documents import Segments, explicit
 from polyattn_transformers._layout_mask import LayoutMask, with_own_window
 
@@ -129,7 +129,7 @@ def attention_forward(
         softcap=softcap,
         deterministic=True if deterministic else None,
     )
-    chosen = resolved(backend)
+    chosen = loaded(backend)
     if isinstance(attention_mask, LayoutMask):
         prepared = attention_mask.prepare(
             chosen, request, window=sliding_window, position_ids=position_ids, segments=segments
@@ -195,21 +195,17 @@ def _without_mask(
         return mask.prepare(backend, request, window=None, position_ids=None, segments=segments)
     if torch.compiler.is_compiling() or type(query) is not Tensor:
         return backend.prepare(_bare(causal, window, q_len, kv_len), request)
-    return _shared(backend, request, causal, window, q_len, kv_len)  # type: ignore[arg-type]  # a backend is a value
+    return prepared_once(backend, request, causal, window, q_len, kv_len)  # type: ignore[arg-type]  # a backend is a value
 
 
 @functools.lru_cache(maxsize=64)
-def _shared(
+def prepared_once(
     backend: AttentionBackend, request: AttentionRequest, causal: bool, window: int | None, q_len: int, kv_len: int
 ) -> PreparedAttention:
+    """What ``backend`` prepared for a layer without a mask, kept for every equal one."""
     return AttentionScope(_bare(causal, window, q_len, kv_len)).prepare(backend, request)
 
 
 def _bare(causal: bool, window: int | None, q_len: int, kv_len: int) -> MaskLayout:
     layout = MaskLayout.causal(q_len, kv_len) if causal else MaskLayout.full(q_len, kv_len)
     return with_own_window(layout, window)
-
-
-def forget() -> None:
-    """Drop what was shared across forwards; a name may mean another backend now."""
-    _shared.cache_clear()

@@ -1,13 +1,20 @@
-"""The names under which transformers knows polyattn's backends, and the backend objects behind them."""
+"""The names under which transformers knows polyattn's backends, and the backend objects behind them.
+
+A backend is loaded once, when a model is configured, and found by its name in the forward: looking at what is installed
+cannot be traced.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from polyattn import AttentionBackend, UnknownBackendError, backends
 from polyattn._select import AUTO, resolve_backend
 
 PREFIX = "polyattn_"
 
-_resolved: dict[str, AttentionBackend] = {}
+_loaded: dict[str, AttentionBackend] = {}
 
 
 def installed() -> tuple[str, ...]:
@@ -15,31 +22,44 @@ def installed() -> tuple[str, ...]:
     return (*backends.names(), AUTO)
 
 
-def bare_name(name: str) -> str:
-    """``sdpa`` of ``polyattn_sdpa`` or of ``sdpa``."""
-    return name.removeprefix(PREFIX)
-
-
-def resolve(name: str) -> AttentionBackend:
-    """Load the backend for a config value; what :func:`resolved` returns from then on.
+def load(name: str, options: Mapping[str, Any] | None = None) -> str:
+    """Load a backend for a config value.
 
     Args:
-        name: of the backend, without prefix.
+        name: of the backend, with or without prefix, or what this function returned earlier.
+        options: of the backend.
+
+    Returns:
+        The name by which :func:`loaded` finds it: that of the backend, followed by its options if there are any.
 
     Raises:
         UnknownBackendError: nothing has that name; lists what there is.
         BackendLoadError, IncompatiblePluginError, DuplicatePluginError, BlockedPluginError: see the registry.
+        ConfigError: the backend does not have these options.
     """
+    bare = name.removeprefix(PREFIX)
+    if "[" in bare and bare in _loaded and not options:
+        return bare
     try:
-        _resolved[name] = resolve_backend(name)
+        backend = resolve_backend(bare, dict(options or {}))
     except UnknownBackendError as error:
         have = ", ".join(PREFIX + known for known in installed())
-        text = f"attn_implementation '{PREFIX}{name}': {error}\n  implementations: {have}"
+        text = f"attn_implementation '{PREFIX}{bare}': {error}\n  implementations: {have}"
         raise UnknownBackendError(text) from error
-    return _resolved[name]
+    if options:
+        bare += "[" + ", ".join(f"{key}={value!r}" for key, value in options.items()) + "]"
+    _loaded[bare] = backend
+    return bare
 
 
-def resolved(name: str) -> AttentionBackend:
-    """The backend that was loaded for ``name`` when the model was configured; loads it where that was skipped."""
-    found = _resolved.get(name)
-    return resolve(name) if found is None else found
+def loaded(name: str) -> AttentionBackend:
+    """The backend that was loaded as ``name``; loads it where a configuration was changed behind transformers' back."""
+    if name not in _loaded:
+        load(name)
+    return _loaded[name]
+
+
+def forget() -> None:
+    """Look again what the plain names mean at their next use."""
+    for name in [name for name in _loaded if "[" not in name]:
+        del _loaded[name]

@@ -6,9 +6,9 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import transformers
 from torch import nn
@@ -16,12 +16,12 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from polyattn import ConfigError
-from polyattn_transformers import _attention
-from polyattn_transformers._attention import attention_forward
-from polyattn_transformers._backends import PREFIX, bare_name, installed, resolve
+from polyattn_transformers._attention import attention_forward, prepared_once
+from polyattn_transformers._backends import PREFIX, forget, installed, load
 from polyattn_transformers._mask_function import layout_mask
 from polyattn_transformers._versions import check_version
 
+Model = TypeVar("Model", bound=nn.Module)
 _check_of_transformers = PreTrainedModel.get_correct_attn_implementation
 
 
@@ -41,15 +41,14 @@ def register(*, allow_untested: bool = False) -> tuple[str, ...]:
         ConfigError: a transformers that this package was not tested with.
     """
     check_version(transformers.__version__, allow_untested=allow_untested)
-    names = installed()
-    for name in names:
-        _add(name)
-    _attention.forget()
+    forget()
+    prepared_once.cache_clear()
+    implementations = tuple(_add(name) for name in installed())
     PreTrainedModel.get_correct_attn_implementation = _check_implementation  # type: ignore[method-assign]
-    return tuple(PREFIX + name for name in names)
+    return implementations
 
 
-def use(model: nn.Module, name: str) -> nn.Module:
+def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Model:
     """Switch a loaded model, all of it, to a backend.
 
     transformers' own ``set_attn_implementation`` leaves some submodels behind without a word (both stacks of T5, for
@@ -58,6 +57,7 @@ def use(model: nn.Module, name: str) -> nn.Module:
     Args:
         model: a transformers model, or a module that contains some.
         name: of the backend, with or without ``polyattn_``; ``"auto"`` decides per layer.
+        options: of the backend, such as ``{"compiled": False}`` of ``flex_attention``.
 
     Returns:
         ``model``.
@@ -65,13 +65,12 @@ def use(model: nn.Module, name: str) -> nn.Module:
     Raises:
         UnknownBackendError, BackendLoadError, IncompatiblePluginError, DuplicatePluginError, BlockedPluginError:
             see the registry.
-        ConfigError: some modules attend without going through transformers' attention interface, a configuration asks
-            for attention weights, or there is no transformers model.
+        ConfigError: the backend does not have these options, some modules attend without going through transformers'
+            attention interface, a configuration asks for attention weights, or there is no transformers model.
     """
-    bare = bare_name(name)
-    resolve(bare)
-    _add(bare)
-    implementation = PREFIX + bare
+    if PreTrainedModel.get_correct_attn_implementation is not _check_implementation:
+        register()
+    implementation = _add(load(name, options))
     configs = list(_configs(model))
     followers, strangers = _attentions(model)
     if not configs or not (followers or strangers):
@@ -93,10 +92,12 @@ def use(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-def _add(name: str) -> None:
+def _add(name: str) -> str:
     """Register attention and mask function of one backend; neither can fail, so never one without the other."""
-    AttentionInterface.register(PREFIX + name, functools.partial(attention_forward, backend=name))
-    AttentionMaskInterface.register(PREFIX + name, layout_mask)
+    implementation = PREFIX + name
+    AttentionInterface.register(implementation, functools.partial(attention_forward, backend=name))
+    AttentionMaskInterface.register(implementation, layout_mask)
+    return implementation
 
 
 def _check_implementation(self: PreTrainedModel, requested_attention: str | None, is_init_check: bool = False) -> str:
@@ -109,19 +110,17 @@ def _check_implementation(self: PreTrainedModel, requested_attention: str | None
     if requested_attention is None or not requested_attention.startswith(PREFIX):
         checked: str = _check_of_transformers(self, requested_attention, is_init_check)
         return checked
-    bare = bare_name(requested_attention)
-    resolve(bare)
+    name = load(requested_attention)
     if not _reaches_interface(type(self)):
         raise ConfigError(
             f"attn_implementation={requested_attention!r} cannot serve {type(self).__name__}, whose attention does "
             "not go through transformers' attention interface; it runs with attn_implementation='eager' only"
         )
-    _add(bare)
-    return requested_attention
+    return _add(name)
 
 
 def _reaches_interface(model: type[PreTrainedModel]) -> bool:
-    """Whether the module that defines a model class has attention classes and none of them uses the interface."""
+    """Whether attention classes in the module that defines a model class use the interface, if there are any."""
     module = sys.modules.get(model.__module__)
     if module is None:
         return True

@@ -1,0 +1,208 @@
+"""Choosing a backend for a model of transformers, and every wrong way to do it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import textwrap
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from polyattn_transformers._versions import check_version
+from tiny_models import ZOO, config_of, ids, model_of
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+import polyattn_transformers
+from polyattn import BackendBase, ConfigError, UnknownBackendError, UnsupportedAttentionError, backends
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    polyattn_transformers.register()
+
+
+def implementations_of(model):
+    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
+
+
+def test_register_offers_every_installed_backend_and_auto():
+    names = polyattn_transformers.register()
+    assert set(names) == {f"polyattn_{name}" for name in (*backends.names(), "auto")}
+    assert all(name in AttentionInterface.valid_keys(AttentionInterface()) for name in names)
+    assert all(name in AttentionMaskInterface.valid_keys(AttentionMaskInterface()) for name in names)
+
+
+def test_register_twice_is_harmless():
+    before = PreTrainedModel.get_correct_attn_implementation
+    assert polyattn_transformers.register() == polyattn_transformers.register()
+    assert PreTrainedModel.get_correct_attn_implementation is before
+    assert model_of("llama", "sdpa").config._attn_implementation == "sdpa"
+
+
+def test_importing_registers_nothing_and_register_imports_no_backend(run_python):
+    code = """
+    import sys, polyattn_transformers
+    from transformers import AttentionInterface
+    assert not [name for name in AttentionInterface._global_mapping if name.startswith("polyattn_")]
+    polyattn_transformers.register()
+    assert "polyattn_sdpa" in AttentionInterface._global_mapping
+    assert not [name for name in ("polyattn_sdpa", "polyattn_flex", "polyattn_fa2") if name in sys.modules]
+    """
+    run_python(textwrap.dedent(code))
+
+
+@pytest.mark.parametrize("name", ["polyattn_eager", "polyattn_sdpa", "polyattn_auto"])
+def test_a_model_is_built_and_loaded_by_name(name, tmp_path):
+    model = AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation=name)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+    assert implementations_of(again) == {name}
+    assert "polyattn" not in (tmp_path / "config.json").read_text()
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids()).logits, again.eval()(ids()).logits)
+
+
+def test_names_are_ours_to_judge():
+    # transformers refuses whatever contains "sdpa" for a model that its own sdpa cannot serve.
+    with pytest.raises(ValueError, match="does not support an attention implementation through"):
+        model_of("gpt_oss", "sdpa")
+    assert implementations_of(model_of("gpt_oss", "polyattn_sdpa")) == {"polyattn_sdpa"}
+
+
+@pytest.mark.parametrize("choose", ["init", "set", "use"])
+def test_an_unknown_backend_fails_when_the_model_is_configured(choose):
+    with pytest.raises(UnknownBackendError) as error:
+        if choose == "init":
+            model_of("llama", "polyattn_sdpaa")
+        elif choose == "set":
+            model_of("llama").set_attn_implementation("polyattn_sdpaa")
+        else:
+            polyattn_transformers.use(model_of("llama"), "sdpaa")
+    assert "attn_implementation 'polyattn_sdpaa'" in str(error.value)
+    assert "polyattn_eager, polyattn_fa, polyattn_flex_attention, polyattn_sdpa, polyattn_auto" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_use_switches_every_part_of_a_model(name):
+    model = model_of(name)
+    assert polyattn_transformers.use(model, "sdpa") is model
+    assert implementations_of(model) == {"polyattn_sdpa"}
+    polyattn_transformers.use(model, "polyattn_eager")
+    assert implementations_of(model) == {"polyattn_eager"}
+
+
+def test_use_reaches_what_transformers_leaves_behind():
+    model = model_of("t5")
+    model.set_attn_implementation("polyattn_sdpa")
+    assert model.encoder.config._attn_implementation == "eager"  # without a word
+    polyattn_transformers.use(model, "sdpa")
+    assert model.encoder.config._attn_implementation == model.decoder.config._attn_implementation == "polyattn_sdpa"
+
+
+def test_use_works_through_wrappers():
+    wrapped = nn.Sequential(model_of("llama"))
+    polyattn_transformers.use(wrapped, "eager")
+    assert implementations_of(wrapped) == {"polyattn_eager"}
+
+
+@pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
+def test_use_takes_options_of_the_backend():
+    model = polyattn_transformers.use(model_of("llama"), "flex_attention", {"compiled": False})
+    assert implementations_of(model) == {"polyattn_flex_attention[compiled=False]"}
+    model(ids()).logits.sum().backward()  # which the compiled kernel cannot do on the CPU
+    twin = LlamaForCausalLM(copy.deepcopy(model.config))
+    assert implementations_of(twin) == {"polyattn_flex_attention[compiled=False]"}
+    with pytest.raises(ConfigError, match="unknown option 'speed'"):
+        polyattn_transformers.use(model, "flex_attention", {"speed": 3})
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "arguments", "layer"),
+    [
+        ("BloomForCausalLM", "BloomConfig", {"n_layer": 1}, r"transformer.h.0.self_attention \(BloomAttention\)"),
+        ("XLNetLMHeadModel", "XLNetConfig", {"n_layer": 1, "d_inner": 8}, r"transformer.layer.0.rel_attn"),
+    ],
+)
+def test_a_model_that_attends_by_itself_is_refused_and_left_alone(kind, config, arguments, layer):
+    settings = getattr(transformers, config)(vocab_size=9, d_model=8, n_head=2, hidden_size=8, **arguments)
+    model = getattr(transformers, kind)(settings)
+    before = implementations_of(model)
+    with pytest.raises(ConfigError, match=rf"attend without transformers' attention interface: {layer}"):
+        polyattn_transformers.use(model, "sdpa")
+    assert implementations_of(model) == before
+    settings._attn_implementation = "polyattn_sdpa"
+    with pytest.raises(ConfigError, match=rf"'polyattn_sdpa' cannot serve {kind}, whose attention does not go through"):
+        getattr(transformers, kind)(settings)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), lambda: mamba()])
+def test_a_model_without_attention_is_refused(make):
+    with pytest.raises(ConfigError, match="must be or contain a transformers model with attention layers"):
+        polyattn_transformers.use(make(), "sdpa")
+
+
+def mamba():
+    config = transformers.MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
+    return transformers.MambaForCausalLM(config)
+
+
+def test_attention_weights_are_refused_by_name():
+    model = model_of("llama", "polyattn_eager")
+    with pytest.raises(UnsupportedAttentionError, match="transformers' own attn_implementation='eager' returns them"):
+        model(ids(), output_attentions=True)
+    asking = model_of("llama", output_attentions=True)
+    with pytest.raises(ConfigError, match="output_attentions=True, which no polyattn backend can serve"):
+        polyattn_transformers.use(asking, "sdpa")
+    with pytest.raises(StrictDataclassClassValidationError, match="set it to 'eager'"):
+        LlamaConfig(output_attentions=True, attn_implementation="polyattn_sdpa")
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "qwen2_vl"])
+def test_no_model_loses_a_request_for_attention_weights(name):
+    model = model_of(name, "polyattn_eager")
+    with pytest.raises(UnsupportedAttentionError, match="output_attentions=True"):
+        model(**ZOO[name].inputs(), output_attentions=True)
+
+
+def test_a_backend_registered_in_code_is_selectable(monkeypatch):
+    class Acme(BackendBase):
+        name = "acme"
+
+        def plan(self, layout, request):
+            return None
+
+    with backends.override("acme", Acme()):
+        assert "polyattn_acme" in polyattn_transformers.register()
+        model = model_of("llama", "polyattn_acme")
+        with pytest.raises(UnsupportedAttentionError, match="backend 'acme' cannot do this attention"):
+            model(ids())
+    assert "polyattn_acme" not in polyattn_transformers.register()
+
+
+def test_a_backend_without_its_kernel_says_so_at_the_first_forward():
+    model = polyattn_transformers.use(model_of("llama"), "fa")
+    with pytest.raises(UnsupportedAttentionError, match="backend 'fa' cannot do this attention") as refusal:
+        model(ids())
+    assert "device" in {reason.feature for reason in refusal.value.reasons}
+
+
+def test_no_warning_says_that_a_submodel_was_set_in_the_dark(caplog):
+    with caplog.at_level(logging.WARNING):
+        polyattn_transformers.use(model_of("qwen2_vl"), "sdpa")
+    assert caplog.records == []
+
+
+def test_an_older_transformers_is_refused():
+    with pytest.raises(ConfigError, match=r"transformers must be one of 5\.\d+ to 5\.\d+, got 4\.57\.1, whose masks"):
+        check_version("4.57.1")
+
+
+def test_a_newer_transformers_is_refused_unless_allowed():
+    with pytest.raises(ConfigError, match=r"got 5\.99\.0\.dev0, which polyattn-transformers was not tested with"):
+        check_version("5.99.0.dev0")
+    check_version("5.99.0", allow_untested=True)
+    check_version(transformers.__version__)
