@@ -9,7 +9,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.attention.flex_attention as torch_flex
-from polyattn_flex import FlexBackend, FlexOptions, _backend, _kernels, _ops, _reasons
 from torch import Tensor
 
 from polyattn import (
@@ -23,6 +22,7 @@ from polyattn import (
     explain,
 )
 from polyattn.testing import reference_attention
+from polyattn_flex import FlexBackend, FlexOptions, _backend, _kernels, _ops, _reasons
 
 _UNCOMPILED = "backend_options {compiled: false} runs it uncompiled, slowly and in memory quadratic in the length"
 
@@ -67,41 +67,26 @@ def _qkv(length=8, *, dtype=torch.float32, grad=False):
     return [torch.randn(1, 2, length, 8, generator=generator).to(dtype).requires_grad_(grad) for _ in range(3)]
 
 
+_INFERENCE_ONLY = f"need a CUDA device, since the compiled CPU kernel is inference only; {_UNCOMPILED}"
+_NO_LSE = "need a CUDA device, since the compiled CPU kernel returns no LSE"
+_NO_DROPOUT = "need a backend with the ability 'dropout', which 'flex_attention' does not have"
 REFUSALS = {
-    "training": (
-        {"needs_grad": True},
-        "grad: got needs_grad=True on cpu, need a CUDA device, since the compiled CPU kernel is inference only; "
-        + _UNCOMPILED,
-    ),
-    "lse": (
-        {"needs_lse": True},
-        "lse: got needs_lse=True on cpu, need a CUDA device, since the compiled CPU kernel returns no LSE; "
-        + _UNCOMPILED,
-    ),
+    "training": ({"needs_grad": True}, f"grad: got needs_grad=True on cpu, {_INFERENCE_ONLY}"),
+    "lse": ({"needs_lse": True}, f"lse: got needs_lse=True on cpu, {_NO_LSE}; {_UNCOMPILED}"),
     "lse_gradient": (
         {"needs_lse": True, "needs_lse_grad": True},
-        "lse_grad: got needs_lse_grad=True on cpu, need a CUDA device, since the compiled CPU kernel is inference only; "
-        + _UNCOMPILED,
+        f"lse_grad: got needs_lse_grad=True on cpu, {_INFERENCE_ONLY}",
     ),
     "sinks": (
         {"has_sinks": True},
-        "sinks: got sink logits on cpu, need a CUDA device, since the compiled CPU kernel returns no LSE, which sinks are "
-        "applied with; " + _UNCOMPILED,
+        f"sinks: got sink logits on cpu, {_NO_LSE}, which sinks are applied with; {_UNCOMPILED}",
     ),
     "bias_gradient": (
         {"has_bias": True, "needs_bias_grad": True},
-        "bias_grad: got a bias that requires grad on cpu, need a CUDA device, since the compiled CPU kernel is inference "
-        "only; " + _UNCOMPILED,
+        f"bias_grad: got a bias that requires grad on cpu, {_INFERENCE_ONLY}",
     ),
-    "dtype": (
-        {"dtype": torch.float64},
-        "float64: got float64, need float32, bfloat16 or float16; " + _UNCOMPILED,
-    ),
-    "dropout": (
-        {"dropout_p": 0.1, "training": True},
-        "dropout: got dropout_p 0.1 in training, need a backend with the ability 'dropout', which 'flex_attention' does "
-        "not have",
-    ),
+    "dtype": ({"dtype": torch.float64}, f"float64: got float64, need float32, bfloat16 or float16; {_UNCOMPILED}"),
+    "dropout": ({"dropout_p": 0.1, "training": True}, f"dropout: got dropout_p 0.1 in training, {_NO_DROPOUT}"),
     "device": (
         {"device": torch.device("meta")},
         "device: got meta, need a CPU or a CUDA device; move q, k and v there",
@@ -227,10 +212,9 @@ def test_the_uncompiled_form_says_so(uncompiled):
 
 def test_the_uncompiled_form_warns_once(uncompiled):
     _backend._warn_uncompiled.cache_clear()
-    with pytest.warns(UserWarning, match="evaluates attention densely, in memory quadratic in the length") as given:
-        for length in (4, 5):
-            uncompiled.prepare(MaskLayout.causal(length), _request())
-    assert len(given) == 1
+    with pytest.warns(UserWarning, match="evaluates attention densely, in memory quadratic in the length"):
+        uncompiled.prepare(MaskLayout.causal(4), _request())
+    uncompiled.prepare(MaskLayout.causal(5), _request())  # a second warning would be an error
 
 
 @pytest.mark.usefixtures("quiet")

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from polyattn_flex._blocks import from_ranges, from_rows
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn import AttentionRequest, MaskLayout, StructuredMask, backends
+from polyattn_flex._blocks import from_ranges, from_rows
 
 _VALID = torch.arange(300) < torch.tensor([[300], [131], [0]])
 

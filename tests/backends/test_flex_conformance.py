@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from polyattn_flex import FlexBackend
 
 from polyattn.testing import BackendConformance
+from polyattn_flex import FlexBackend
 
 
 @pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")

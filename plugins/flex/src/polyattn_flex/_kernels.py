@@ -102,7 +102,7 @@ def _flex(
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             "backend 'flex_attention': torch.compile is turned off (TORCHDYNAMO_DISABLE, the stance force_eager, or a "
-            "TorchDispatchMode around the call), and the kernel does not run uncompiled unasked; turn it on, or set the "
+            "TorchDispatchMode around the call), and the kernel never runs uncompiled unasked; turn it on, or set the "
             "backend option compiled=False"
         )
     block_mask = BlockMask(

@@ -35,9 +35,11 @@ _UNCOMPILED = "backend_options {compiled: false} runs it uncompiled, slowly and 
 
 def of_device(device: torch.device, *, compiled: bool) -> tuple[Reason, ...]:
     """Why nothing runs on ``device``: its kind, or its compiler."""
-    if device.type not in {"cpu", "cuda"} or (device.type == "cuda" and not torch.cuda.is_available()):
-        got = str(device) if device.type != "cuda" else f"{device}, where torch finds no CUDA"
-        return (Reason("device", "device", got, "a CPU or a CUDA device", "move q, k and v there"),)
+    if device.type not in {"cpu", "cuda"}:
+        return (Reason("device", "device", str(device), "a CPU or a CUDA device", "move q, k and v there"),)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        got = f"{device} without a GPU that torch can use"
+        return (Reason("no_gpu", "device", got, "a CUDA GPU", "run on a machine with one, or on the CPU"),)
     if not compiled:
         return ()
     return _of_cpu() if device.type == "cpu" else _of_cuda(device)
