@@ -1,0 +1,126 @@
+"""What polyattn sees: abilities, options, one refusal, and the lowering of a mask to blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from polyattn import (
+    AttentionRequest,
+    AttentionResult,
+    BackendBase,
+    ConfigError,
+    MaskLayout,
+    PreparedAttention,
+    Reason,
+    StructuredMask,
+    apply_sinks,
+)
+from polyattn_online_softmax._ops import online_softmax
+
+_MASKS = ("full", "causal", "window", "padded", "packed", "prefix_lm", "chunked", "active_queries")
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of the backend.
+
+    Attributes:
+        chunk: how many queries and how many keys one step takes.
+    """
+
+    chunk: int = 256
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ConfigError(f"options of backend 'online_softmax': chunk must be at least 1, got {self.chunk}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The state of a prepared layout: tensors and static numbers, nothing else.
+
+    Attributes:
+        blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``.
+        per_row: whether blocks name batch rows; otherwise each holds for all of them.
+        window: of the blocks; -1 for none.
+        dead: ``Bool[B|1, 1, Q, 1]``, rows that see nothing though a block covers them, or ``None``.
+        unseen: ``Bool[B|1, 1, K, 1]``, keys that no query sees though a block covers them, or ``None``.
+    """
+
+    blocks: Tensor
+    per_row: bool
+    window: int
+    dead: Tensor | None
+    unseen: Tensor | None
+
+
+class OnlineSoftmaxBackend(BackendBase):
+    """Online softmax over chunks of keys."""
+
+    name = "online_softmax"
+    api_version = 1
+    abilities = frozenset(
+        {*_DTYPES, *_MASKS, "gqa", "unequal_width", "sinks", "lse", "lse_grad", "grad", "deterministic"}
+    )
+    Options = Options
+
+    def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """Abilities are about features by themselves; this is about a mixture: a structure without blocks."""
+        if not isinstance(layout.visibility, StructuredMask) or layout.to_blocks() is not None:
+            return ()
+        return (
+            Reason(
+                code="no_blocks",
+                feature="padded" if layout.visibility.kv_valid is not None else "packed",
+                got=layout.describe(),
+                need="a structure that to_blocks() can list: padding without holes, documents in one piece each",
+                hint="build the layout from tensors on the CPU, with validate=True, outside of torch.compile",
+            ),
+        )
+
+    def preference(self, layout: MaskLayout, request: AttentionRequest) -> int:
+        """Only where nothing else is installed: fused kernels are faster."""
+        return -10
+
+    def plan(self, layout: MaskLayout, request: AttentionRequest) -> Plan:
+        """Look at the mask once, for every layer that shares it."""
+        mask, blocks = layout.visibility, layout.to_blocks()
+        assert isinstance(mask, StructuredMask)
+        assert blocks is not None
+        dead = unseen = None
+        if layout.active_queries is not None:  # all other rows and keys that take no part lie in no block
+            dead = layout.rows_without_keys(request.device).unsqueeze(-1)
+            unseen = layout.unseen_keys(request.device).unsqueeze(-1)
+        return Plan(blocks, layout.batch > 1, -1 if mask.window is None else mask.window, dead, unseen)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prepared: PreparedAttention,
+        *,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> AttentionResult:
+        """Overwrite what takes no part (it may hold NaN), attend, and overwrite what came of it."""
+        plan: Plan = prepared.state
+        request = prepared.request
+        if plan.dead is not None and plan.unseen is not None:
+            q, k, v = q.masked_fill(plan.dead, 0), k.masked_fill(plan.unseen, 0), v.masked_fill(plan.unseen, 0)
+        assert request.scale is not None  # the request has set its default
+        output, lse = online_softmax(
+            q, k, v, plan.blocks, plan.per_row, plan.window, float(request.scale), self.options.chunk
+        )
+        if plan.dead is not None:
+            output, lse = output.masked_fill(plan.dead, 0), lse.masked_fill(plan.dead.squeeze(-1), float("-inf"))
+        if sinks is not None:
+            output = apply_sinks(output, lse, sinks)
+        return AttentionResult(output, lse if request.needs_lse else None)
+
+    def describe(self, prepared: PreparedAttention) -> str:
+        """How the work is cut."""
+        return f"online softmax over {prepared.state.blocks.shape[0] - 1} blocks in chunks of {self.options.chunk}"
