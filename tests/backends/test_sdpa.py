@@ -64,6 +64,14 @@ def test_an_alignment_that_the_kernel_flag_does_not_have_is_never_given_to_it():
     )
 
 
+def test_inactive_queries_cost_a_selection_only_where_they_lie_between_active_ones():
+    tail = torch.tensor([[True] * 4 + [False] * 2])
+    for active, selects in ((tail, False), (tail.flip(1), False), (torch.tensor([[True, False] * 3]), True)):
+        state = prepare(MaskLayout.causal(6, active_queries=active), *tensors()).state
+        assert state.path == "tiles"
+        assert (state.dead is not None) is selects
+
+
 def test_a_bias_or_dropout_under_gradients_takes_the_math_path_and_says_so():
     qkv = tensors(grad=True)
     bias = torch.zeros(6, 6)

@@ -87,13 +87,9 @@ class SdpaBackend(BackendBase):
                 return SdpaPlan("plain", causal=_structure(layout).causal)
             blocks = layout.to_blocks()
             if blocks is not None:
-                # Rows and keys in no block never reach a kernel; only holes among active queries leave some inside one.
-                holes = layout.active_queries is not None
-                window = _structure(layout).window
-                dead, unseen = _selections(layout, request) if holes else (None, None)
-                return SdpaPlan(
-                    "tiles", per_row=layout.batch > 1, window=window, blocks=blocks, dead=dead, unseen=unseen
-                )
+                dead, unseen = _selections_in_blocks(layout, request, blocks)
+                window, per_row = _structure(layout).window, layout.batch > 1
+                return SdpaPlan("tiles", per_row=per_row, window=window, blocks=blocks, dead=dead, unseen=unseen)
         dead, unseen = _selections(layout, request)
         visible = layout.to_dense(request.device)
         mask = additive(visible if dead is None else visible | dead, request.dtype)
@@ -210,6 +206,20 @@ def _selections(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor |
     if unseen.shape[1] > 1:
         unseen = unseen.unflatten(1, (request.kv_heads, request.group)).all(2)
     return dead, unseen.unsqueeze(-1)
+
+
+def _selections_in_blocks(
+    layout: MaskLayout, request: AttentionRequest, blocks: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same for tiles. Rows and keys in no block never reach a kernel, so only inactive rows inside one need it."""
+    if layout.active_queries is None:
+        return None, None
+    dead, unseen = _selections(layout, request)
+    if dead is not None and not torch.compiler.is_compiling():
+        live = int((~dead).sum()) * (layout.batch // dead.shape[0])
+        if live == int((blocks[:, 2] - blocks[:, 1]).sum()):
+            return None, None
+    return dead, unseen
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, request: AttentionRequest) -> Tensor:
