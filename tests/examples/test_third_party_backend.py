@@ -132,6 +132,11 @@ def test_auto_takes_it_last():
     assert decision.chosen != "online_softmax"
 
 
+def test_it_uses_the_public_names_only():
+    for path in (FOLDER / "src").rglob("*.py"):
+        assert "polyattn._" not in path.read_text(encoding="utf-8"), path
+
+
 @pytest.fixture(scope="module")
 def target(build_wheel, pip_install, tmp_path_factory):
     """A clean folder into which it was installed from its wheel."""
