@@ -12,7 +12,7 @@ from fa_stand_in import stand_in
 from polyattn import AttentionRequest, AttentionScope, MaskLayout, StructuredMask, attention, backends, merge
 from polyattn.testing.checks.host_reads import forbid_host_reads
 from polyattn.testing.reference import reference_attention
-from polyattn_fa2 import FlashBackend, FlashOptions, _ops
+from polyattn_fa2 import FlashBackend, FlashOptions, _ops, providers
 from polyattn_fa2._backend import ABILITIES
 
 LOW = torch.bfloat16
@@ -374,6 +374,43 @@ def test_a_compiled_layer_is_one_graph_with_the_same_numbers(calls, layout, drop
     torch.compiler.reset()
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        MaskLayout.packed([3, 5]),
+        MaskLayout.padded(lengths=[6], kv_len=8, window=3),
+        MaskLayout.padded(torch.tensor([[True, False, True] * 2 + [True, False]]), causal=False),
+        MaskLayout.causal(8, active_queries=torch.tensor([[True, False] * 4])),
+    ],
+    ids=["packed", "fillers", "holes", "inactive"],
+)
+def test_a_whole_model_is_one_graph_that_prepares_inside(calls, layout):
+    fa = backends.get("fa")
+
+    def model(q, k, v):
+        scope = AttentionScope(layout)
+        prepared = scope.prepare(fa, AttentionRequest.of(q, k, v))
+        return prepared(q * 1.0, k, v).output
+
+    q, k, v = qkv(grad=True)
+    results = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        output = call(q, k, v)
+        results.append([output, *torch.autograd.grad(output.float().sum(), (q, k, v))])
+    torch.compiler.reset()
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_torch_has_the_functions_that_are_called():
+    call = providers.KernelCall(0.5, -1, 0, 0.0, 0.0, False, *torch.zeros(2, 3, dtype=torch.int32, device="meta"), 4, 4)
+    q, k, v = torch.zeros(3, 8, 2, 16, dtype=LOW, device="meta")
+    output, lse, rng_state = providers.TorchVarlen().forward(q, k, v, call)
+    assert (output.shape, lse.shape) == ((8, 2, 16), (2, 8))
+    grads = providers.TorchVarlen().backward(output, q, k, v, output, lse, rng_state, call)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_a_configured_backend_is_a_value():

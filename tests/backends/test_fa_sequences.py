@@ -10,7 +10,7 @@ import torch
 
 from fa_stand_in import stand_in
 from polyattn import AttentionRequest, MaskLayout, StructuredMask, backends
-from polyattn_fa2._sequences import Call
+from polyattn_fa2._sequences import calls_of
 
 
 def prepared(layout, *, batch=1, provider="flash_attn", **changes):
@@ -30,7 +30,7 @@ def seen_by_kernel(plan, batch, q_len, kv_len):
     s = plan.sequences
     seen = torch.zeros(batch * q_len, batch * kv_len, dtype=torch.bool)
     if s.q_offsets is None:
-        (call,) = (Call(*row) for row in s.calls.tolist())
+        (call,) = calls_of(s.calls)
         s = dataclasses.replace(
             s,
             q_offsets=torch.arange(batch + 1) * q_len,
@@ -38,16 +38,18 @@ def seen_by_kernel(plan, batch, q_len, kv_len):
         )
         assert (call.sequences, call.max_q, call.max_k) == (batch, q_len, kv_len)
     at = at_q = at_k = 0
-    for call in (Call(*row) for row in s.calls.tolist()):
+    for call in calls_of(s.calls):
         q_ends, k_ends = (x[at : at + call.sequences + 1].tolist() for x in (s.q_offsets, s.k_offsets))
         assert q_ends[-1] == call.slots
         assert k_ends[-1] == call.keys
-        rows = torch.arange(batch * q_len) if s.q_rows is None else s.q_rows[at_q : at_q + call.queries]
-        slots = torch.arange(call.queries) if s.q_slots is None else s.q_slots[at_q : at_q + call.queries]
-        keys = torch.arange(batch * kv_len) if s.k_rows is None else s.k_rows[at_k : at_k + call.keys]
+        rows = torch.arange(batch * q_len) if call.all_queries else s.q_rows[at_q : at_q + call.queries]
+        slots = torch.arange(call.queries) if call.slots == call.queries else s.q_slots[at_q : at_q + call.queries]
+        keys = torch.arange(batch * kv_len) if call.all_keys else s.k_rows[at_k : at_k + call.keys]
         row_of_slot = torch.full((call.slots,), -1)
         row_of_slot[slots] = rows
         left, right = (x if x < call.max_k else -1 for x in (call.left, call.right))
+        if max(left, right) >= 0:
+            left, right = (call.max_k if x < 0 else x for x in (left, right))
         for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:], strict=False):
             assert q1 - q0 <= call.max_q
             assert k1 - k0 <= call.max_k
@@ -96,8 +98,8 @@ def random_layout(draw):
     rows, q_len, kv_len = draw.choice((1, 2)), draw.randrange(1, 11), draw.randrange(1, 11)
     some = lambda make, odds=0.3: make() if draw.random() < odds else None  # noqa: E731
     sort = lambda length: torch.tensor([sorted(draw.choices(range(3), k=length)) for _ in range(rows)])  # noqa: E731
-    valid = torch.tensor([[a <= j < b for j in range(kv_len)] for a, b in
-                          ((draw.randrange(0, kv_len + 1), draw.randrange(0, kv_len + 1)) for _ in range(rows))])  # fmt: skip
+    ends = [(draw.randrange(kv_len + 1), draw.randrange(kv_len + 1)) for _ in range(rows)]
+    valid = torch.tensor([[start <= j < stop for j in range(kv_len)] for start, stop in ends])
     causal = draw.random() < 0.6
     fields = {"kv_valid": some(lambda: valid)}
     if draw.random() < 0.3:

@@ -3,8 +3,9 @@
 Two stand-ins for two packages: :func:`flash_attn` has the functions of ``flash_attn.flash_attn_interface``,
 :func:`torch_varlen` those of ``torch.nn.attention.varlen``. Both accumulate in FP32 and round where the kernels round.
 Both leave NaN outside every sequence (results and gradients) and in queries beyond ``max_q``, give dead rows the LSE
-``+inf``, take a reach of ``max_k`` or more for unbounded, compute ``rowsum(dO * O)`` from the ``O`` they are given, and
-refuse FP32, int64 offsets, odd or wide heads, empty batches and a last stride other than 1.
+``+inf``, take a reach of ``max_k`` or more for unbounded and an unbounded one beside a bounded one for ``max_k``,
+compute ``rowsum(dO * O)`` from the ``O`` they are given, and refuse FP32, int64 offsets, odd or wide heads, empty
+batches and a last stride other than 1.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def _visible(queries: int, keys: int, rule: _Rule, max_q: int, max_k: int) -> Te
     left, right, causal = rule.left, rule.right, rule.causal and max_q > 1
     right = 0 if causal else right
     left, right = (-1 if side >= max_k else side for side in (left, right))
+    if left >= 0 or right >= 0:  # one side alone: the other one reaches over max_k keys, not over all
+        left, right = (max_k if side < 0 else side for side in (left, right))
     distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
     visible = torch.ones(queries, keys, dtype=torch.bool)
     if left >= 0:

@@ -20,7 +20,7 @@ from polyattn import (
 )
 from polyattn_fa2 import providers
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
-from polyattn_fa2._sequences import Reach, Sequences, from_blocks, from_validity, uniform
+from polyattn_fa2._sequences import Reach, Sequences, calls_of, from_blocks, from_validity, uniform
 from polyattn_fa2.providers.base import MAX_WIDTH
 
 ABILITIES = frozenset(
@@ -128,7 +128,7 @@ class FlashBackend(BackendBase):
         if blocks is None:
             return FlashPlan(_moved(_validity_only(layout, request), request.device), settings)
         sequences = from_blocks(
-            blocks.tolist(),
+            blocks,
             _structure(layout).window,
             q_len=layout.q_len,
             kv_len=layout.kv_len,
@@ -165,11 +165,11 @@ class FlashBackend(BackendBase):
     def describe(self, prepared: PreparedAttention) -> str:
         """The provider, and how many calls over how many sequences."""
         plan: FlashPlan = prepared.state
-        title, calls = providers.get(plan.settings.provider).title(), plan.sequences.calls
+        title, calls = providers.get(plan.settings.provider).title(), calls_of(plan.sequences.calls)
         if plan.sequences.q_offsets is None:
             return f"{title}, one call on the batch as it is"
         many = "call" if len(calls) == 1 else "calls"
-        return f"{title}, {int(calls[:, 3].sum())} sequences in {len(calls)} {many}"
+        return f"{title}, {sum(call.sequences for call in calls)} sequences in {len(calls)} {many}"
 
     def _deterministic(self, request: AttentionRequest) -> bool:
         return request.deterministic or self.options.deterministic
@@ -210,20 +210,22 @@ def _hides_only_invalid_keys(layout: MaskLayout) -> bool:
 
 
 def _validity_only(layout: MaskLayout, request: AttentionRequest) -> Sequences:
-    valid, active = _structure(layout).kv_valid, layout.active_queries
+    valid = _structure(layout).kv_valid
     assert valid is not None
-    return from_validity(valid.cpu(), None if active is None else active.cpu(), q_len=layout.q_len, batch=request.batch)
+    return from_validity(valid, layout.active_queries, q_len=layout.q_len, batch=request.batch)
 
 
 def _holes(layout: MaskLayout, sequences: Sequences, request: AttentionRequest) -> tuple[Tensor | None, Tensor | None]:
     """Inactive queries inside sequences, and keys that only they would see, where there are any."""
     if layout.active_queries is None:
         return None, None
-    dead = layout.rows_without_keys("cpu")
-    live = int((~dead).sum()) * (request.batch if layout.batch == 1 else 1)
-    if live == int(sequences.calls[:, 0].sum()):
-        return None, None
-    unseen = layout.unseen_keys("cpu").to(request.device)
+    on_host = "cpu" if not torch.compiler.is_compiling() else None
+    dead = layout.rows_without_keys(on_host)
+    if on_host:
+        live = int((~dead).sum()) * (request.batch if layout.batch == 1 else 1)
+        if live == sum(call.queries for call in calls_of(sequences.calls)):
+            return None, None
+    unseen = layout.unseen_keys(on_host).to(request.device)
     return dead.to(request.device).unsqueeze(-1), unseen.unsqueeze(-1)
 
 
@@ -231,7 +233,7 @@ def _moved(sequences: Sequences, device: torch.device) -> Sequences:
     on_device = {
         field.name: getattr(sequences, field.name).to(device)
         for field in dataclasses.fields(sequences)
-        if field.name not in {"calls", "distinct"} and getattr(sequences, field.name) is not None
+        if field.name != "calls"
     }
     return dataclasses.replace(sequences, **on_device)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from polyattn_fa2 import providers
 from polyattn_fa2._packing import parts, ready, tokens_of, whole, with_column
-from polyattn_fa2._sequences import Sequences
+from polyattn_fa2._sequences import MAX_CALLS, Sequences, calls_of
 from polyattn_fa2.providers.base import WIDTH_STEP
 
 _LSE_GRADIENT = (
@@ -61,7 +61,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, settings: Setti
     """
     s, how = sequences, settings
     output, lse, _ = _Flash.apply(
-        q, k, v, s.calls, s.q_offsets, s.k_offsets, s.q_rows, s.q_slots, s.k_rows, s.distinct,
+        q, k, v, s.calls, s.q_offsets, s.k_offsets, s.q_rows, s.q_slots, s.k_rows,
         how.provider, how.scale, how.softcap, how.dropout, how.deterministic, how.lse_grad,
     )  # fmt: skip
     return output, lse
@@ -98,13 +98,13 @@ class _Flash(torch.autograd.Function):
             # A compiler asks for the gradient of every output it returns; there the right one is computed.
             raise RuntimeError(_LSE_GRADIENT)
         if grad is None and grad_lse is None:
-            return (None,) * 16
+            return (None,) * 15
         q, k, v, output, *others = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(output)
         run = _backward_op if _must_be_opaque(q) else _backward
         grads = run(grad, grad_lse, q, k, v, output, *others, *ctx.constants)
-        return (*grads, *(None,) * 13)
+        return (*grads, *(None,) * 12)
 
 
 def _must_be_opaque(x: Tensor) -> bool:
@@ -122,7 +122,6 @@ def _forward(
     q_rows: Tensor | None,
     q_slots: Tensor | None,
     k_rows: Tensor | None,
-    distinct: bool,
     provider: str,
     scale: float,
     softcap: float,
@@ -133,20 +132,20 @@ def _forward(
     width, v_width = padded_width(q.shape[3], v.shape[3]), v.shape[3]
     tq, tk, tv = (tokens_of(x, fixed=q_offsets is None) for x in (q, k, v))
     output = lse = None
-    if q_rows is not None:
+    real = calls_of(calls)
+    if not any(call.all_queries for call in real):
         output, lse = tq.new_zeros((*tq.shape[:2], v_width)), tq.new_full(tq.shape[:2], -torch.inf, dtype=torch.float32)
-    rng_states = [calls.new_empty((0, 2), device=q.device)]
-    for part in parts(calls, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings):
-        packed, packed_lse, rng_state = kernel.forward(
+    rng_states = torch.zeros(MAX_CALLS, 2, dtype=torch.int64, device=q.device)
+    for i, part in enumerate(parts(real, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings)):
+        packed, packed_lse, rng_states[i] = kernel.forward(
             ready(part.queries(tq), width), ready(part.keys(tk), width), ready(part.keys(tv), width), part.call
         )
         output = part.put_queries(output, packed[..., :v_width])
         lse = part.put_queries(lse, packed_lse.mT)
-        rng_states.append(rng_state[None])
     assert output is not None
     assert lse is not None
     shape = q.shape[:3]
-    return whole(output.contiguous(), (*shape, v_width)), whole(lse, shape).contiguous(), torch.cat(rng_states)
+    return whole(output.contiguous(), (*shape, v_width)), whole(lse, shape).contiguous(), rng_states
 
 
 _forward_op = torch.library.custom_op(
@@ -155,9 +154,9 @@ _forward_op = torch.library.custom_op(
 
 
 @_forward_op.register_fake
-def _(q: Tensor, _: Tensor, v: Tensor, calls: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, _: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
     output = _token_by_token(q, (*q.shape[:3], v.shape[3]))
-    return output, q.new_empty(q.shape[:3], dtype=torch.float32), calls.new_empty((calls.shape[0], 2), device=q.device)
+    return output, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty((MAX_CALLS, 2), dtype=torch.int64)
 
 
 def _backward(
@@ -175,7 +174,6 @@ def _backward(
     q_rows: Tensor | None,
     q_slots: Tensor | None,
     k_rows: Tensor | None,
-    distinct: bool,
     provider: str,
     scale: float,
     softcap: float,
@@ -193,13 +191,14 @@ def _backward(
         tdlse = tokens_of(grad_lse, fixed=fixed)
         tgrad, toutput = with_column(tgrad, torch.ones_like(tdlse)), with_column(toutput, -tdlse)
     grads: list[Tensor | None] = [None, None, None]
-    if q_rows is not None:
+    real = calls_of(calls)
+    shared = any(call.shared for call in real)
+    if not any(call.all_queries for call in real):
         grads[0] = torch.zeros_like(tq)
-    if k_rows is not None:
-        dtype = q.dtype if distinct else torch.float32
+    if not any(call.all_keys for call in real):
+        dtype = torch.float32 if shared else q.dtype
         grads[1:] = torch.zeros_like(tk, dtype=dtype), torch.zeros_like(tv, dtype=dtype)
-    walk = parts(calls, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings)
-    for part, rng_state in zip(walk, rng_states.unbind(), strict=True):
+    for i, part in enumerate(parts(real, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings)):
         packed = kernel.backward(
             ready(part.queries(tgrad), width),
             ready(part.queries(tq), width),
@@ -207,12 +206,12 @@ def _backward(
             ready(part.keys(tv), width),
             ready(part.queries(toutput), width),
             part.queries(tlse, torch.inf).mT.contiguous(),
-            rng_state,
+            rng_states[i],
             part.call,
         )
         grads[0] = part.put_queries(grads[0], packed[0][..., :d])
-        grads[1] = part.put_keys(grads[1], packed[1][..., :d], distinct=distinct)
-        grads[2] = part.put_keys(grads[2], packed[2][..., :dv], distinct=distinct)
+        grads[1] = part.put_keys(grads[1], packed[1][..., :d], shared=shared)
+        grads[2] = part.put_keys(grads[2], packed[2][..., :dv], shared=shared)
     dq, dk, dvalue = (
         whole(x.to(q.dtype).contiguous(), like.shape) for x, like in zip(grads, (q, k, v), strict=True) if x is not None
     )

@@ -53,18 +53,18 @@ class Part(NamedTuple):
         real = packed if self.q_slots is None else packed.index_select(0, self.q_slots)
         return target.index_copy_(0, self.q_rows, real)
 
-    def put_keys(self, target: Tensor | None, packed: Tensor, *, distinct: bool) -> Tensor:
+    def put_keys(self, target: Tensor | None, packed: Tensor, *, shared: bool) -> Tensor:
         """Likewise for keys, which add up where a key is in several sequences."""
         if self.k_rows is None:
             return packed
         assert target is not None
-        if distinct:
-            return target.index_copy_(0, self.k_rows, packed)
-        return target.index_add_(0, self.k_rows, packed.to(target.dtype))
+        if shared:
+            return target.index_add_(0, self.k_rows, packed.to(target.dtype))
+        return target.index_copy_(0, self.k_rows, packed)
 
 
 def parts(
-    calls: Tensor,
+    calls: list[Call],
     q_offsets: Tensor | None,
     k_offsets: Tensor | None,
     q_rows: Tensor | None,
@@ -75,23 +75,19 @@ def parts(
     """The calls of :class:`Sequences`, with ``scale, softcap, dropout, deterministic`` of every one."""
     scale, softcap, dropout, deterministic = settings
     at = at_query = at_key = 0
-    for row in calls.tolist():
-        one = Call(*row)
+    for one in calls:
         call = KernelCall(scale, one.left, one.right, softcap, dropout, deterministic)
-        if q_offsets is None or k_offsets is None:
+        if q_offsets is None or k_offsets is None or q_rows is None or q_slots is None or k_rows is None:
             yield Part(call)
             continue
         offsets = slice(at, at + one.sequences + 1)
-        call = call._replace(
-            q_offsets=q_offsets[offsets], k_offsets=k_offsets[offsets], max_q=one.max_q, max_k=one.max_k
-        )
         queries, keys = slice(at_query, at_query + one.queries), slice(at_key, at_key + one.keys)
         yield Part(
-            call,
+            call._replace(q_offsets=q_offsets[offsets], k_offsets=k_offsets[offsets], max_q=one.max_q, max_k=one.max_k),
             one.slots,
-            None if q_rows is None else q_rows[queries],
-            None if q_slots is None else q_slots[queries],
-            None if k_rows is None else k_rows[keys],
+            None if one.all_queries else q_rows[queries],
+            None if one.slots == one.queries else q_slots[queries],
+            None if one.all_keys else k_rows[keys],
         )
         at, at_query, at_key = offsets.stop, queries.stop, keys.stop
 

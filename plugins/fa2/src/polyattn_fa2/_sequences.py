@@ -5,7 +5,7 @@ from the block's start) satisfies ``d >= 0`` when causal and ``|d| < window``. T
 last query of a sequence on its last key. So the queries of a block up to its last key form one sequence, with filler
 queries behind them where keys go on, and those beyond its last key another one, which only looks back. All sequences
 of a call share the same reach to the left and to the right; sequences that need another reach make another call. There
-are at most three.
+are at most four.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor
 
 Reach = tuple[int, int]
 EVERYTHING: Reach = (-1, -1)
+#: Causal, both ways, everything, and looking back only.
+MAX_CALLS = 4
 
 
 class Piece(NamedTuple):
@@ -52,6 +54,9 @@ class Call(NamedTuple):
         max_k: at least the longest sequence of keys.
         left: how many keys before its position a query sees; -1: all.
         right: how many keys after its position a query sees; -1: all.
+        all_queries: 1 where this one call takes all queries in order, so that their rows are not listed.
+        all_keys: 1 where this one call takes all keys in order, so that their rows are not listed.
+        shared: 1 where some key is in two sequences of the layout.
     """
 
     queries: int
@@ -62,20 +67,22 @@ class Call(NamedTuple):
     max_k: int
     left: int
     right: int
+    all_queries: int
+    all_keys: int
+    shared: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sequences:
-    """The kernel calls of a layout. Index tensors list one call after the other.
+    """The kernel calls of a layout. Index tensors list one call after the other; in a fixed call they are ``None``.
 
     Attributes:
-        calls: int64 CPU ``[calls, 8]``, columns of :class:`Call`.
-        q_offsets: int32 ``[sum of sequences + 1]``, each call's offsets from 0; ``None`` in a fixed call.
-        k_offsets: likewise.
-        q_rows: int64, the row of the flattened ``[B * Q]`` of each query; ``None``: one call takes all in order.
-        q_slots: int64, the place of each query within its call's slots; ``None``: no fillers.
-        k_rows: int64, the row of the flattened ``[B * K]`` of each key; ``None``: one call takes all in order.
-        distinct: whether no key is in two sequences.
+        calls: int64 CPU ``[MAX_CALLS, 11]``, columns of :class:`Call`, rows of zeros behind the last call.
+        q_offsets: int32, for each call where its sequences of slots begin, and where the last one ends.
+        k_offsets: int32, likewise for keys.
+        q_rows: int64, the row of the flattened ``[B * Q]`` of each query; empty where a call takes all.
+        q_slots: int64, the place of each query within its call's slots; empty where there are no fillers.
+        k_rows: int64, the row of the flattened ``[B * K]`` of each key; empty where a call takes all.
     """
 
     calls: Tensor
@@ -84,37 +91,37 @@ class Sequences:
     q_rows: Tensor | None = None
     q_slots: Tensor | None = None
     k_rows: Tensor | None = None
-    distinct: bool = True
+
+
+def calls_of(table: Tensor) -> list[Call]:
+    """The kernel calls that a table lists."""
+    return [Call(*row) for row in table.tolist() if row[0]]
 
 
 def uniform(batch: int, q_len: int, kv_len: int, reach: Reach, *, fixed: bool, device: torch.device) -> Sequences:
     """Every batch row as one sequence; ``fixed``: for a kernel that takes ``[B, S, H, D]``. Reads nothing."""
-    call = Call(batch * q_len, batch * q_len, batch * kv_len, batch, q_len, kv_len, *reach)
-    calls = torch.tensor([call], dtype=torch.int64, device="cpu")
+    call = Call(batch * q_len, batch * q_len, batch * kv_len, batch, q_len, kv_len, *reach, 1, 1, 0)
     if fixed:
-        return Sequences(calls)
+        return Sequences(_table([call]))
     rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    return Sequences(calls, rows * q_len, rows * kv_len)
+    # A compiler wants three tensors, not one thrice.
+    nothing = [torch.empty(0, dtype=torch.int64, device=device) for _ in range(3)]
+    return Sequences(_table([call]), rows * q_len, rows * kv_len, *nothing)
 
 
-def from_blocks(
-    blocks: Iterable[Sequence[int]], window: int | None, *, q_len: int, kv_len: int, batch: int, repeat: bool
-) -> Sequences:
+def from_blocks(blocks: Tensor, window: int | None, *, q_len: int, kv_len: int, batch: int, repeat: bool) -> Sequences:
     """The sequences of a block table, on the CPU.
 
     Args:
-        blocks: rows ``batch, q_start, q_stop, k_start, k_stop, shift, causal``.
+        blocks: int64 CPU ``[N, 7]``, see ``MaskLayout.to_blocks``.
         window: of the blocks.
         q_len: number of queries Q.
         kv_len: number of keys K.
         batch: number of batch rows.
         repeat: whether the blocks of one batch row stand for all of them.
     """
-    groups = _grouped(_pieces(blocks, window, q_len, kv_len))
-    table = {reach: torch.tensor(pieces, dtype=torch.int64) for reach, pieces in groups.items()}
-    if repeat:
-        table = {reach: _repeated(pieces, batch, q_len, kv_len) for reach, pieces in table.items()}
-    return _joined(table, batch * q_len, batch * kv_len)
+    lower = _lower_op if torch.compiler.is_compiling() else _lower
+    return Sequences(*lower(blocks, -1 if window is None else window, q_len, kv_len, batch, repeat))
 
 
 def from_validity(kv_valid: Tensor, active: Tensor | None, *, q_len: int, batch: int) -> Sequences:
@@ -123,36 +130,63 @@ def from_validity(kv_valid: Tensor, active: Tensor | None, *, q_len: int, batch:
     No distance is compared, so that the keys that are left may close ranks.
 
     Args:
-        kv_valid: Bool CPU ``[B|1, K]``.
-        active: Bool CPU ``[B|1, Q]``, or ``None``: all queries are.
+        kv_valid: Bool ``[B|1, K]``; read on the host.
+        active: Bool ``[B|1, Q]``, or ``None``: all queries are.
         q_len: number of queries Q.
         batch: number of batch rows B.
     """
-    valid = kv_valid.expand(batch, -1)
-    wanted = torch.ones(1, q_len, dtype=torch.bool) if active is None else active
+    lower = _lower_validity_op if torch.compiler.is_compiling() else _lower_validity
+    return Sequences(*lower(kv_valid, active, q_len, batch))
+
+
+Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _lower(blocks: Tensor, window: int, q_len: int, kv_len: int, batch: int, repeat: bool) -> Tables:
+    groups = _grouped(_pieces(blocks.tolist(), None if window < 0 else window, q_len, kv_len))
+    table = {reach: torch.tensor(pieces, dtype=torch.int64) for reach, pieces in groups.items()}
+    if repeat:
+        table = {reach: _repeated(pieces, batch, q_len, kv_len) for reach, pieces in table.items()}
+    return _joined(table, batch * q_len, batch * kv_len)
+
+
+def _lower_validity(kv_valid: Tensor, active: Tensor | None, q_len: int, batch: int) -> Tables:
+    valid = kv_valid.cpu().expand(batch, -1)
+    wanted = torch.ones(1, q_len, dtype=torch.bool) if active is None else active.cpu()
     rows = (wanted & valid.any(1, keepdim=True)).expand(batch, -1)
     keys = valid & rows.any(1, keepdim=True)
-    q_lengths, k_lengths = (x.sum(1)[rows.any(1)] for x in (rows, keys))
-    if q_lengths.numel() == 0:
+    q_sizes, k_sizes = (x.sum(1)[rows.any(1)] for x in (rows, keys))
+    if q_sizes.numel() == 0:
         return _joined({}, rows.numel(), keys.numel())
     q_rows, k_rows = (x.flatten().nonzero()[:, 0] for x in (rows, keys))
-    call = Call(
-        len(q_rows),
-        len(q_rows),
-        len(k_rows),
-        len(q_lengths),
-        int(q_lengths.max()),
-        int(k_lengths.max()),
-        *EVERYTHING,
+    whole = (int(len(q_rows) == rows.numel()), int(len(k_rows) == keys.numel()))
+    sizes = (len(q_rows), len(q_rows), len(k_rows), len(q_sizes), int(q_sizes.max()), int(k_sizes.max()))
+    call = Call(*sizes, *EVERYTHING, *whole, 0)
+    nothing = q_rows[:0]
+    return (
+        _table([call]),
+        _offsets(q_sizes),
+        _offsets(k_sizes),
+        nothing if call.all_queries else q_rows,
+        nothing.clone(),
+        nothing.clone() if call.all_keys else k_rows,
     )
-    return Sequences(
-        torch.tensor([call], dtype=torch.int64),
-        _offsets(q_lengths),
-        _offsets(k_lengths),
-        None if len(q_rows) == rows.numel() else q_rows,
-        None,
-        None if len(k_rows) == keys.numel() else k_rows,
-    )
+
+
+_lower_op = torch.library.custom_op("polyattn_fa2::lower", _lower, mutates_args=())
+_lower_validity_op = torch.library.custom_op("polyattn_fa2::lower_validity", _lower_validity, mutates_args=())
+
+
+def _unread_tables(*_: object) -> Tables:
+    size = torch.library.get_ctx().new_dynamic_size
+    offsets = [torch.empty(size(), dtype=torch.int32, device="cpu") for _ in range(2)]
+    rows = [torch.empty(size(), dtype=torch.int64, device="cpu") for _ in range(3)]
+    calls = torch.empty(MAX_CALLS, len(Call._fields), dtype=torch.int64, device="cpu")
+    return calls, offsets[0], offsets[1], rows[0], rows[1], rows[2]
+
+
+_lower_op.register_fake(_unread_tables)
+_lower_validity_op.register_fake(_unread_tables)
 
 
 class _Found(NamedTuple):
@@ -225,36 +259,47 @@ def _repeated(pieces: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor:
     return (pieces + torch.arange(batch)[:, None, None] * step).flatten(0, 1)
 
 
-def _joined(groups: dict[Reach, Tensor], q_rows: int, k_rows: int) -> Sequences:
+def _joined(groups: dict[Reach, Tensor], q_rows: int, k_rows: int) -> Tables:
     """The calls of tables of pieces ``[N, 5]``; ``q_rows`` and ``k_rows`` are B * Q and B * K."""
     groups = {reach: pieces for reach, pieces in groups.items() if len(pieces)}
     if not groups:
-        none = torch.zeros(0, dtype=torch.int64)
-        return Sequences(none.view(0, len(Call._fields)), none.int(), none.int(), none, None, none)
+        none = torch.empty(0, dtype=torch.int64)
+        return _table([]), none.int(), none.int(), none.clone(), none.clone(), none.clone()
+    q_start, queries, fillers, k_start, keys = torch.cat(list(groups.values())).unbind(1)
+    alone = len(groups) == 1
+    all_queries = alone and _is_everything(q_start, queries, q_rows)
+    all_keys = alone and _is_everything(k_start, keys, k_rows)
+    by_key = k_start.argsort()
+    shared = bool((k_start[by_key][1:] < (k_start + keys)[by_key][:-1]).any())
     calls, q_offsets, k_offsets, slots = [], [], [], []
     for (left, right), pieces in groups.items():
-        _, queries, fillers, _, keys = pieces.unbind(1)
-        padded = queries + fillers
-        max_q, max_k = int(padded.max()), int(keys.max())
-        if right >= max_k and right < max_q - 1:
-            # The kernels take a reach of max_k or more for unbounded, which it is not for queries far before the keys.
-            max_k = right + 1
-        totals = (int(queries.sum()), int(padded.sum()), int(keys.sum()))
-        calls.append(Call(*totals, len(pieces), max_q, max_k, left, right))
+        _, q_sizes, more, _, k_sizes = pieces.unbind(1)
+        padded = q_sizes + more
+        max_q, max_k = int(padded.max()), int(k_sizes.max())
+        if left >= 0 and right != 0:
+            # The kernels take a reach of max_k or more for unbounded, and an unbounded one beside a bounded one for
+            # max_k: wrong for a query that stands farther than that before its last key, unless max_k says so.
+            max_k = max(max_k, max_q - 1)
+        totals = (int(q_sizes.sum()), int(padded.sum()), int(k_sizes.sum()))
+        flags = (int(all_queries), int(all_keys), int(shared))
+        calls.append(Call(*totals, len(pieces), max_q, max_k, left, right, *flags))
         q_offsets.append(_offsets(padded))
-        k_offsets.append(_offsets(keys))
-        slots.append(_ranges(q_offsets[-1][:-1].long(), queries))
-    q_start, queries, fillers, k_start, keys = torch.cat(list(groups.values())).unbind(1)
-    by_key = k_start.argsort()
-    return Sequences(
-        torch.tensor(calls, dtype=torch.int64),
+        k_offsets.append(_offsets(k_sizes))
+        slots.append(_ranges(q_offsets[-1][:-1].long(), q_sizes))
+    nothing = q_start.new_empty(0)
+    return (
+        _table(calls),
         torch.cat(q_offsets),
         torch.cat(k_offsets),
-        None if len(calls) == 1 and _is_everything(q_start, queries, q_rows) else _ranges(q_start, queries),
-        torch.cat(slots) if bool(fillers.any()) else None,
-        None if len(calls) == 1 and _is_everything(k_start, keys, k_rows) else _ranges(k_start, keys),
-        distinct=bool((k_start[by_key][1:] >= (k_start + keys)[by_key][:-1]).all()),
+        nothing if all_queries else _ranges(q_start, queries),
+        torch.cat(slots) if bool(fillers.any()) else nothing.clone(),
+        nothing.clone() if all_keys else _ranges(k_start, keys),
     )
+
+
+def _table(calls: list[Call]) -> Tensor:
+    empty = (0,) * len(Call._fields)
+    return torch.tensor([*calls, *[empty] * (MAX_CALLS - len(calls))], dtype=torch.int64, device="cpu")
 
 
 def _is_everything(starts: Tensor, sizes: Tensor, count: int) -> bool:
