@@ -15,7 +15,7 @@ from polyattn._errors import AttentionInputError
 from polyattn._rope.embedding import RotaryTables
 
 #: Elements of a piece. On the CPU its scratch stays in a core's cache, elsewhere it bounds memory. A tensor that fits
-#: into one piece is rotated by plain operations, which cost less to start.
+#: into one piece is rotated at once, which costs less to start.
 _PIECE = {"cpu": 1 << 18}
 _PIECE_ELSEWHERE = 1 << 25
 
@@ -35,52 +35,78 @@ def apply_rotary(q: Tensor, k: Tensor, tables: RotaryTables, *, interleaved: boo
     Raises:
         AttentionInputError: the tables are not FP32, require grad, or do not fit q and k.
     """
-    rotated = rotate_heads(q, tables, interleaved=interleaved, name="q")
-    return rotated, rotate_heads(k, tables, interleaved=interleaved, name="k")
+    rotated = _apply({"q": q, "k": k}, tables, interleaved)
+    return rotated[0], rotated[1]
 
 
-def rotate_heads(x: Tensor, tables: RotaryTables, *, interleaved: bool, name: str = "x") -> Tensor:
-    """Rotate one tensor ``[B, H, S, D]``; see :func:`apply_rotary`. ``name`` is what messages call it."""
+def rotate_heads(x: Tensor, tables: RotaryTables, *, interleaved: bool) -> Tensor:
+    """Rotate one tensor ``[B, H, S, D]``; see :func:`apply_rotary`."""
+    return _apply({"x": x}, tables, interleaved)[0]
+
+
+def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) -> list[Tensor]:
     cos, sin = tables.cos, tables.sin
     if cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
         raise AttentionInputError(
             f"tables must be float32, got cos {cos.dtype} and sin {sin.dtype}; RotaryEmbedding builds them"
         )
-    if not isinstance(interleaved, bool):
-        raise AttentionInputError(f"interleaved must be True or False, got {interleaved!r}; the spec says which")
-    shape, table = x.shape, cos.shape
-    fits = len(shape) == 4 and len(table) == 3 and sin.shape == table
-    fits = fits and table[0] in {1, shape[0]} and table[1] == shape[2] and 0 < 2 * table[2] <= shape[3]
-    if not fits or not x.dtype.is_floating_point:
-        raise AttentionInputError(
-            f"{name} must be a floating tensor [B, H, S, D] and the tables [B|1, S, rotary_dim/2] for rotary_dim <= D, "
-            f"got {name} {x.dtype} {list(shape)}, cos {list(table)} and sin {list(sin.shape)}"
-        )
-    if cos.device != x.device:
-        raise AttentionInputError(f"{name} and the tables must be on one device, got {x.device} and {cos.device}")
     if cos.requires_grad or sin.requires_grad:
         raise AttentionInputError(
             "tables must not require grad, got some that do; the rotation has no gradient into them"
         )
-    return _rotate(x, cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
+    if interleaved is not True and interleaved is not False:
+        raise AttentionInputError(f"interleaved must be True or False, got {interleaved!r}; the spec says which")
+    table = cos.shape
+    for name, x in named.items():
+        shape = x.shape
+        fits = len(shape) == 4 and len(table) == 3 and sin.shape == table and x.is_floating_point()
+        fits = fits and (table[0] == 1 or table[0] == shape[0]) and table[1] == shape[2]
+        if not fits or not 0 < 2 * table[2] <= shape[3]:
+            raise AttentionInputError(
+                f"{name} must be a floating tensor [B, H, S, D] and the tables [B|1, S, rotary_dim/2], rotary_dim <= D, "
+                f"got {name} {x.dtype} {list(shape)}, cos {list(table)} and sin {list(sin.shape)}"
+            )
+        if cos.device != x.device:
+            raise AttentionInputError(f"{name} and the tables must be on one device, got {x.device} and {cos.device}")
+    return _rotate(list(named.values()), cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate ``x [B, H, S, D]`` by ``cos, sin [B|1, 1, S, L]``."""
-    if torch.compiler.is_compiling() or x.numel() <= _piece(x):
-        return _plain(x, cos, sin, interleaved)
-    rotated: Tensor = _Rotation.apply(x, cos, sin, interleaved)
+def _rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
+    """Rotate each ``[B, H, S, D]`` by ``cos, sin [B|1, 1, S, L]``."""
+    if torch.compiler.is_compiling():
+        return [_traced(x, cos, sin, interleaved) for x in xs]
+    rotated, doubled = [], None
+    for x in xs:
+        if x.numel() > _piece(x):
+            rotated.append(_Rotation.apply(x, cos, sin, interleaved))
+        else:
+            doubled = doubled or (_joined(cos, cos, interleaved), _joined(-sin, sin, interleaved))
+            rotated.append(_short(x, *doubled, interleaved))
     return rotated
 
 
-def _plain(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _traced(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """For a compiler, which fuses it into one pass."""
     width = 2 * cos.shape[-1]
-    head = (x if width == x.shape[-1] else x[..., :width]).to(_dtype(x))
+    head = x[..., :width].to(_dtype(x))
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
-    # Rounded before they are joined: inductor fuses that, and would store the joined tensor in FP32 otherwise.
-    first, second = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
-    both = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
+    # Rounded before they are joined: inductor would store what is joined in FP32 otherwise.
+    both = _joined((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), interleaved)
     return both if width == x.shape[-1] else torch.cat((both, x[..., width:]), -1)
+
+
+def _short(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """With few operations, for tensors so small that their number counts. The tables have a column for each channel."""
+    width = cos.shape[-1]
+    head = (x if width == x.shape[-1] else x[..., :width]).to(_dtype(x))
+    other = head.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else head.roll(width // 2, -1)
+    both = (head * cos).add_(other * sin).to(x.dtype)
+    return both if width == x.shape[-1] else torch.cat((both, x[..., width:]), -1)
+
+
+def _joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
+    """The channels whose pairs these are."""
+    return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
 class _Rotation(torch.autograd.Function):
@@ -113,14 +139,14 @@ class _Rotation(torch.autograd.Function):
         if grad is None:  # what a double backward hands on where nothing depends on the first gradient
             return None, None, None, None
         cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin.neg(), ctx.interleaved), None, None, None
+        return _rotate([grad], cos, sin.neg(), ctx.interleaved)[0], None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, cos_tangent: Tensor | None, sin_tangent: Tensor | None, _: None) -> Tensor:
         if cos_tangent is not None or sin_tangent is not None:
             raise NotImplementedError("the rotation has no derivative with respect to its tables")
         cos, sin = ctx.saved_tensors
-        return _rotate(tangent, cos, sin, ctx.interleaved)
+        return _rotate([tangent], cos, sin, ctx.interleaved)[0]
 
     @staticmethod
     def vmap(
@@ -136,7 +162,7 @@ class _Rotation(torch.autograd.Function):
         if in_dims[1] is not None or in_dims[2] is not None or cos.shape[0] > 1:
             cos = front(cos, in_dims[1]).expand(*batch, -1, -1, -1).flatten(0, 1)
             sin = front(sin, in_dims[2]).expand(*batch, -1, -1, -1).flatten(0, 1)
-        return _rotate(x.flatten(0, 1), cos, sin, interleaved).unflatten(0, batch), 0
+        return _rotate([x.flatten(0, 1)], cos, sin, interleaved)[0].unflatten(0, batch), 0
 
 
 def _halves(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -158,17 +184,17 @@ def _adjacent(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
     into the sum changes no rounding; a complex product ``x * (cos + 1j * sin)`` would round differently in some lanes.
     """
     direct = out.dtype is x.dtype and not any(stride % 2 for stride in out.stride()[:-1])
-    product = torch.mul(x, cos, out=out if direct else None)
-    torch.view_as_complex(product.unflatten(-1, (-1, 2))).add_(
-        torch.view_as_complex((x * sin).unflatten(-1, (-1, 2))), alpha=1j
-    )
+    product = torch.mul(x, cos, out=out if direct else torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    turned = torch.mul(x, sin, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    product, turned = (torch.view_as_complex(tensor.unflatten(-1, (-1, 2))) for tensor in (product, turned))
+    product.add_(turned, alpha=1j)
     if not direct:
-        out.copy_(product)
+        out.copy_(torch.view_as_real(product).flatten(-2))
 
 
 def _dtype(x: Tensor) -> torch.dtype:
     """The dtype of the arithmetic: FP32, or FP64 for FP64."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return x.dtype if x.dtype is torch.float64 else torch.float32
 
 
 def _piece(x: Tensor) -> int:
