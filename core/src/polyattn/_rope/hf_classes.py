@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from importlib import resources
 from typing import Any, NoReturn
 
 from polyattn._errors import RopeConfigError
@@ -22,7 +22,8 @@ PAIRS = {True: "adjacent channels", False: "halves"}
 @functools.cache
 def classes() -> dict[str, Any]:
     """The lists of model classes."""
-    lists: dict[str, Any] = json.loads(Path(__file__).with_name("hf_classes.json").read_text(encoding="utf-8"))
+    source = resources.files("polyattn._rope").joinpath("hf_classes.json")  # also inside a zip
+    lists: dict[str, Any] = json.loads(source.read_text(encoding="utf-8"))
     return lists
 
 
