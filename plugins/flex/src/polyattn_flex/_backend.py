@@ -68,7 +68,7 @@ class FlexBackend(BackendBase):
         """What is honoured on ``device``."""
         if not self.options.compiled:
             return _reasons.UNCOMPILED
-        return _reasons.COMPILED_CPU if device.type == "cpu" else _reasons.COMPILED_CUDA
+        return _reasons.COMPILED_CPU if _reasons.on_cpu(device) else _reasons.COMPILED_CUDA
 
     def device_reasons(self, device: torch.device) -> tuple[Reason, ...]:
         """The kind of device, and what its compiler needs."""
@@ -84,7 +84,7 @@ class FlexBackend(BackendBase):
 
     def preference(self, layout: MaskLayout, request: AttentionRequest) -> int:
         """On CUDA above lowerings in plain operations; on the CPU last, since each new size is seconds of compiling."""
-        return 60 if self.options.compiled and request.device.type == "cuda" else -10
+        return 60 if self.options.compiled and not _reasons.on_cpu(request.device) else -10
 
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> FlexPlan:
         """Find the tiles, from the structure where there is one."""
@@ -101,7 +101,7 @@ class FlexBackend(BackendBase):
             blocks = from_ranges(*ranges, layout.kv_len, backward=backward).to(device)
             start, stop = (x.to(device, torch.int32) for x in ranges)
             return FlexPlan(blocks, ranges=(start, stop), dead=dead, unseen=unseen)
-        if device.type != "cpu" and not isinstance(layout.visibility, Tensor) and not request.has_bias:
+        if not _reasons.on_cpu(device) and not isinstance(layout.visibility, Tensor) and not request.has_bias:
             rows = functools.partial(layout.dense_rows, device=device)
             return FlexPlan(from_rows(rows, layout.q_len, backward=backward), dead=dead, unseen=unseen)
         # The CPU kernel runs as an operator, which takes tensors and no function; the level of a biased row needs them.
@@ -162,7 +162,7 @@ class FlexBackend(BackendBase):
             result: tuple[Tensor, Tensor] = _kernels.evaluated(q, k, v, plan.dense, bias, scale, softcap)
             return result
         mask = plan.dense if plan.ranges is None else plan.ranges
-        if q.device.type == "cpu":
+        if _reasons.on_cpu(q.device):
             assert mask is not None
             limit = options.compile_limit
             return _ops.infer(q, k, v, plan.blocks, mask, bias, scale=scale, softcap=softcap, limit=limit), None
@@ -193,7 +193,7 @@ class FlexBackend(BackendBase):
             return "nothing to compute"
         if plan.blocks is None:
             return "uncompiled (option compiled=False): evaluated densely, quadratic memory"
-        kernel = "CPU" if prepared.request.device.type == "cpu" else self._cuda_kernel
+        kernel = "CPU" if _reasons.on_cpu(prepared.request.device) else self._cuda_kernel
         full, partial = int(plan.blocks.full_count.sum()), int(plan.blocks.partial_count.sum())
         return f"compiled flex_attention, kernel {kernel}, {full} full and {partial} partial tiles of {TILE} x {TILE}"
 

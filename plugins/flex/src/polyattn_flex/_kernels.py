@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from polyattn import Reason, UnsupportedAttentionError
 from polyattn_flex._blocks import TILE, Blocks
 from polyattn_flex._mods import Mask, mask_mod, row_level, row_peak, score_mod
+from polyattn_flex._reasons import on_cpu
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -119,7 +120,7 @@ def _flex(
         mask_mod=mask_mod(mask),
     )
     level = None
-    if bias is not None and q.device.type != "cpu":  # the CPU kernel counts in powers of e, and has no backward
+    if bias is not None and not on_cpu(q.device):  # the CPU kernel counts in powers of e and has no backward
         assert not callable(mask)
         level = row_level(row_peak(mask, bias, k.shape[2]))
     attend: Any = flex_attention  # no overload takes a return_aux that may be None

@@ -33,6 +33,11 @@ _ON_CPU = {
 _UNCOMPILED = "backend_options {compiled: false} runs it uncompiled, slowly and in memory quadratic in the length"
 
 
+def on_cpu(device: torch.device) -> bool:
+    """Whether the compiled kernel of ``device`` is the one for the CPU: inference only, no LSE, run as an operator."""
+    return device.type == "cpu"
+
+
 def of_device(device: torch.device, *, compiled: bool) -> tuple[Reason, ...]:
     """Why nothing runs on ``device``: its kind, or its compiler."""
     if device.type not in {"cpu", "cuda"}:
@@ -42,7 +47,7 @@ def of_device(device: torch.device, *, compiled: bool) -> tuple[Reason, ...]:
         return (Reason("no_gpu", "device", got, "a CUDA GPU", "run on a machine with one, or on the CPU"),)
     if not compiled:
         return ()
-    return _of_cpu() if device.type == "cpu" else _of_cuda(device)
+    return _of_cpu() if on_cpu(device) else _of_cuda(device)
 
 
 @functools.cache
@@ -76,7 +81,7 @@ def _of_cuda(device: torch.device) -> tuple[Reason, ...]:
 
 def explained(reason: Reason, device: torch.device) -> Reason:
     """A missing ability of the compiled kernels, with the cause and what to do."""
-    if device.type == "cpu" and reason.feature in _ON_CPU:
+    if on_cpu(device) and reason.feature in _ON_CPU:
         need = f"a CUDA device, since {_ON_CPU[reason.feature]}"
         return dataclasses.replace(reason, got=f"{reason.got} on {device}", need=need, hint=_UNCOMPILED)
     if reason.feature == "float64":
@@ -87,7 +92,7 @@ def explained(reason: Reason, device: torch.device) -> Reason:
 def of_options(options: FlexOptions, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
     """Options and features that exclude each other on this device."""
     reasons = []
-    if options.compiled and request.device.type == "cpu":
+    if options.compiled and on_cpu(request.device):
         chosen = [name for name in ("decode", "kernel_options") if getattr(options, name)]
         if chosen:
             got = f"{' and '.join(chosen)} on {request.device}"
