@@ -161,8 +161,8 @@ class _Found(NamedTuple):
 
 
 def _claims(dist: Any, text: str) -> Iterator[_Found]:
-    folder = str(getattr(dist, "_path", ""))
-    stem = re.split(r"[\\/]", folder.rstrip("\\/"))[-1]
+    folder = str(getattr(dist, "_path", "")).rstrip("\\/")  # inside a zip it ends with a slash
+    stem = re.split(r"[\\/]", folder)[-1]
     if stem.startswith("~"):
         return  # pip renames to this what it is about to remove
     header = _header(dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "")
