@@ -126,7 +126,7 @@ def test_a_context_layout_serves_only_layers_with_context():
 
 def test_bias_sinks_softcap_scale_and_lse_reach_the_backend():
     module = layer(sinks=True, softcap=3.0, scale=0.2)
-    torch.nn.init.normal_(module.sinks)
+    torch.nn.init.normal_(module.sinks.weight)
     bias = torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(3))
     result = module(hidden_of(), AttentionScope(MaskLayout.causal(6)), POSITIONS, attention_bias=bias, return_lse=True)
     assert result.lse.shape == (2, 4, 6)
@@ -146,7 +146,7 @@ def test_bias_sinks_softcap_scale_and_lse_reach_the_backend():
         softcap=3.0,
         scale=0.2,
         bias=bias,
-        sinks=module.sinks,
+        sinks=module.sinks.logits(),
         return_lse=True,
     )
     torch.testing.assert_close(result.lse, want.lse)
@@ -256,9 +256,9 @@ def test_a_backend_that_cannot_serve_the_layer_is_refused_at_construction_with_a
 @pytest.mark.parametrize(
     "call, text",
     [
-        ({"hidden": torch.zeros(2, 6, 31)}, r"hidden must be \[B, S, 32\], got \(2, 6, 31\)"),
-        ({"positions": torch.arange(5)[None]}, r"positions must be \[B\|1, 6\] .*, got \(1, 5\)"),
-        ({"positions": torch.zeros(1, 6)}, "positions must be an integer tensor, got torch.float32"),
+        ({"hidden": torch.zeros(2, 6, 31)}, r"hidden must be a floating tensor \[B, S, 32\], got torch.float32 \(2, 6, 31\)"),
+        ({"positions": torch.arange(5)[None]}, r"positions must be an integer tensor \[B\|1, 6\] with B=2, got \(1, 5\)"),
+        ({"positions": torch.zeros(1, 6)}, r"positions must be an integer tensor \[B\|1, 6\], got torch.float32"),
         ({"positions": None}, "positions must be an integer tensor .* got NoneType"),
         ({"scope": AttentionScope(MaskLayout.causal(5))}, "q_len=6 and kv_len=6 for these hidden states, got q_len=5"),
         ({"scope": MaskLayout.causal(6)}, "scope must be an AttentionScope, got MaskLayout"),

@@ -7,7 +7,7 @@ every module boundary to cast their tensors, which would turn FP32 tables into B
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class AttentionScope:
         self._layouts: list[MaskLayout] = [layout]
         self._prepared: dict[Hashable, PreparedAttention] = {}
         self._tables: list[tuple[Hashable, Tensor, RotaryTables]] = []
+        self.memo: dict[Hashable, Any] = {}
 
     @property
     def builds(self) -> dict[str, int]:

@@ -7,24 +7,33 @@ value width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyattn._backend import AttentionBackend, AttentionResult, PreparedAttention
-from polyattn._errors import AttentionInputError, ConfigError, UnsupportedAttentionError
-from polyattn._layout import MaskLayout
+from polyattn._errors import ConfigError, UnsupportedAttentionError
+from polyattn._modules.inputs import check_dtype, check_inputs, check_types
+from polyattn._modules.kind import Call, LayerKind, layer_kind
 from polyattn._modules.norm import RMSNorm
+from polyattn._modules.projections import keys_and_values, load_either_form
+from polyattn._modules.sinks import HeadSinks
 from polyattn._modules.spec import AttentionSpec, QKNorm
-from polyattn._request import AttentionRequest
-from polyattn._rope import RopeSpec, RotaryEmbedding, rotate_heads
+from polyattn._rope import RopeSpec, RotaryEmbedding, RotaryTables, rotate_heads
 from polyattn._scope import AttentionScope
 from polyattn._select import AUTO, resolve_backend
 from polyattn._tensors import autocast_dtype
 
-#: Refusals that are certain when a layer is built, whatever the forward brings.
-_STATIC_FEATURES = frozenset({"gqa", "unequal_width", "softcap", "sinks", "window", "dropout", "device", "kernel"})
+
+class _Read(NamedTuple):
+    """What a forward reads from its scope, and the positions that it read with."""
+
+    prepared: PreparedAttention
+    tables: RotaryTables | None
+    context_tables: RotaryTables | None
+    positions: Tensor | None
+    kv_positions: Tensor | None
 
 
 class GroupedQueryAttention(nn.Module):
@@ -45,13 +54,15 @@ class GroupedQueryAttention(nn.Module):
         softcap: ``c`` in ``c * tanh(scores / c)``.
         sinks: whether each query head learns a sink logit.
         scale: factor of the scores, ``head_dim ** -0.5`` by default.
+        fused_qkv: whether q, k and v come from one matrix. A state dict of either form loads into either.
         backend: name or object; resolved once, here.
         backend_options: options of that backend.
         device, dtype: of the parameters.
 
     Raises:
         ConfigError: the structure contradicts itself; every fault in one message.
-        UnsupportedAttentionError: the backend cannot do what the layer needs, as far as that is known now.
+        UnsupportedAttentionError: the backend cannot do what the layer needs, as far as that is known now. What depends
+            on the device is known when ``device`` is given, or the parameters lie on an accelerator.
     """
 
     def __init__(
@@ -71,6 +82,7 @@ class GroupedQueryAttention(nn.Module):
         softcap: float | None = None,
         sinks: bool = False,
         scale: float | None = None,
+        fused_qkv: bool = False,
         backend: str | AttentionBackend = AUTO,
         backend_options: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
@@ -101,18 +113,21 @@ class GroupedQueryAttention(nn.Module):
             scale=scale,
         )
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=bias, **made)
-        self.k_proj = nn.Linear(hidden_size, num_kv_heads * head_dim, bias=bias, **made)
-        self.v_proj = nn.Linear(hidden_size, num_kv_heads * spec.v_head_dim, bias=bias, **made)
+        self._widths = widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * spec.v_head_dim)
+        if fused_qkv:
+            self.qkv_proj = nn.Linear(hidden_size, sum(widths), bias=bias, **made)
+        else:
+            self.q_proj = nn.Linear(hidden_size, widths[0], bias=bias, **made)
+            self.k_proj = nn.Linear(hidden_size, widths[1], bias=bias, **made)
+            self.v_proj = nn.Linear(hidden_size, widths[2], bias=bias, **made)
         self.o_proj = nn.Linear(num_heads * spec.v_head_dim, hidden_size, bias=output_bias, **made)
         self.q_norm = self._make_norm(num_heads, made)
         self.k_norm = self._make_norm(num_kv_heads, made)
         self.rotary = None if rope is None else RotaryEmbedding(rope)
-        self.register_parameter("sinks", nn.Parameter(torch.empty(num_heads, **made)) if sinks else None)
-        self.sinks: nn.Parameter | None
-        self.backend: AttentionBackend
-        self.set_backend(backend, backend_options)
-        self.reset_parameters()
+        self.sinks = HeadSinks(num_heads, **made) if sinks else None
+        self.fused_qkv = fused_qkv
+        self.register_load_state_dict_pre_hook(load_either_form)
+        self._kind = self._able(resolve_backend(backend, backend_options), placed=device is not None)
 
     @classmethod
     def from_spec(cls, spec: AttentionSpec, **rest: Any) -> GroupedQueryAttention:
@@ -120,7 +135,7 @@ class GroupedQueryAttention(nn.Module):
 
         Args:
             spec: the structure.
-            rest: ``backend``, ``backend_options``, ``device``, ``dtype``.
+            rest: ``fused_qkv``, ``backend``, ``backend_options``, ``device``, ``dtype``.
         """
         fields = {name: getattr(spec, name) for name in spec.__dataclass_fields__}
         return cls(**fields, **rest)
@@ -131,11 +146,12 @@ class GroupedQueryAttention(nn.Module):
         Raises:
             UnsupportedAttentionError: it cannot do what the layer needs; the old backend stays.
         """
-        resolved = resolve_backend(backend, options)
-        reasons = self._static_refusals(resolved)
-        if reasons:
-            raise UnsupportedAttentionError(resolved.name, reasons)
-        self.backend = resolved
+        self._kind = self._able(resolve_backend(backend, options), placed=False)
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """The backend; :meth:`set_backend` sets it."""
+        return self._kind.backend
 
     def reset_parameters(self) -> None:
         """Draw every parameter afresh: torch's own rule for the projections, one for norm weights, zero for sinks."""
@@ -143,33 +159,30 @@ class GroupedQueryAttention(nn.Module):
             reset = getattr(module, "reset_parameters", None)
             if callable(reset):
                 reset()
-        if self.sinks is not None:
-            nn.init.zeros_(self.sinks)
 
     def prefill(
         self,
         scope: AttentionScope,
         hidden: Tensor,
-        positions: Tensor,
+        positions: Tensor | None,
         kv_hidden: Tensor | None = None,
         *,
         kv_positions: Tensor | None = None,
         attention_bias: Tensor | None = None,
         return_lse: bool = False,
     ) -> None:
-        """Put into ``scope`` what :meth:`forward` with the same arguments will read from it."""
-        self._check(hidden, positions, kv_hidden, kv_positions, scope)
-        self._prepared(scope, hidden, kv_hidden, attention_bias, return_lse)
-        if self.rotary is not None:
-            scope.rotary(self.rotary, positions)
-            if kv_positions is not None:
-                scope.rotary(self.rotary, kv_positions)
+        """Put into ``scope`` what :meth:`forward` with the same arguments will read from it.
+
+        Only shape, dtype, device and ``requires_grad`` of the hidden states count, so the model's first ones serve all
+        layers.
+        """
+        self._read(scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
 
     def forward(
         self,
         hidden: Tensor,
         scope: AttentionScope,
-        positions: Tensor,
+        positions: Tensor | None,
         kv_hidden: Tensor | None = None,
         *,
         kv_positions: Tensor | None = None,
@@ -181,7 +194,7 @@ class GroupedQueryAttention(nn.Module):
         Args:
             hidden: ``[B, S, hidden_size]``.
             scope: the forward's scope; its layout has ``q_len == S``, and ``kv_len == S`` or, with context, ``C + S``.
-            positions: Int ``[B|1, S]``, or ``[A, B|1, S]`` for multi-axis rotary specs.
+            positions: Int ``[B|1, S]``, or ``[A, B|1, S]`` for multi-axis rotary specs; ``None`` will do without rope.
             kv_hidden: ``[B, C, hidden_size]``, a second hidden state whose keys and values come before the layer's own.
             kv_positions: positions of the context keys, shaped like ``positions`` with C; required with rope.
             attention_bias: floating, broadcastable to ``[B, H, S, K]``.
@@ -191,31 +204,30 @@ class GroupedQueryAttention(nn.Module):
             ``[B, S, hidden_size]``.
 
         Raises:
-            AttentionInputError: a shape does not fit; raised before any matrix product.
-            LayoutError, UnsupportedAttentionError: see :meth:`AttentionBackend.prepare`.
+            AttentionInputError: a shape, dtype or device does not fit; raised before any matrix product.
+            LayoutError, UnsupportedAttentionError: see :meth:`AttentionBackend.prepare`; likewise.
         """
-        self._check(hidden, positions, kv_hidden, kv_positions, scope)
-        prepared = self._prepared(scope, hidden, kv_hidden, attention_bias, return_lse)
+        prepared, tables, context_tables, *_ = self._read(
+            scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse
+        )
+        if autocast_dtype(hidden.device) is None:
+            check_dtype(hidden, getattr(self.qkv_proj if self.fused_qkv else self.q_proj, "weight", None))
         spec = self.spec
-        q = self._heads(self.q_proj(hidden), spec.num_heads, self.q_norm)
-        k = self._heads(self.k_proj(hidden), spec.num_kv_heads, self.k_norm)
-        v = self.v_proj(hidden).unflatten(-1, (spec.num_kv_heads, -1)).transpose(1, 2)
-        q, k = self._rotate(q, scope, positions), self._rotate(k, scope, positions)
+        q, k, v = self._project(hidden)
+        q = self._turned(q, spec.num_heads, self.q_norm, tables)
+        k = self._turned(k, spec.num_kv_heads, self.k_norm, tables)
+        v = self._values(v)
         if kv_hidden is not None:
-            context = self._heads(self.k_proj(kv_hidden), spec.num_kv_heads, self.k_norm)
-            if kv_positions is not None:
-                context = self._rotate(context, scope, kv_positions)
-            k = torch.cat([self._after(context, self.k_norm), self._after(k, self.k_norm)], dim=2)
-            context_v = self.v_proj(kv_hidden).unflatten(-1, (spec.num_kv_heads, -1)).transpose(1, 2)
-            v = torch.cat([context_v, v], dim=2)
-        else:
-            k = self._after(k, self.k_norm)
-        q = self._after(q, self.q_norm)
-        result = prepared(q, k, v, bias=attention_bias, sinks=self.sinks)
+            context_k, context_v = self._project_context(kv_hidden)
+            context_k = self._turned(context_k, spec.num_kv_heads, self.k_norm, context_tables)
+            k, v = torch.cat((context_k, k), 2), torch.cat((self._values(context_v), v), 2)
+        sinks = None if self.sinks is None else self.sinks.logits()
+        result = prepared(q, k, v, bias=attention_bias, sinks=sinks)
         output: Tensor = self.o_proj(result.output.transpose(1, 2).flatten(2))
         return AttentionResult(output, result.lse) if return_lse else output
 
     def extra_repr(self) -> str:
+        """Backend and window, for ``print(model)``."""
         return f"backend={self.backend.name!r}, window={self.spec.window}"
 
     def _make_norm(self, heads: int, made: dict[str, Any]) -> RMSNorm | None:
@@ -225,127 +237,98 @@ class GroupedQueryAttention(nn.Module):
         width = self.spec.head_dim * (heads if norm.scope == "projection" else 1)
         return RMSNorm(width, eps=norm.eps, weighted=norm.weighted, **made)
 
-    def _heads(self, x: Tensor, heads: int, norm: RMSNorm | None) -> Tensor:
-        """``[B, S, H * D]`` to ``[B, H, S, D]``, normalised when the norm comes before the rotation."""
-        shape = (*x.shape[:2], heads, x.shape[2] // heads)
-        if norm is None or self.spec.qk_norm is None or self.spec.qk_norm.position == "after":
-            return x.view(shape).transpose(1, 2)
-        x = norm(x).view(shape) if norm.width == x.shape[2] else norm(x.view(shape))
-        return x.transpose(1, 2)
+    def _able(self, backend: AttentionBackend, *, placed: bool) -> LayerKind:
+        """The layer on ``backend``, if that can do it; ``placed``: the parameters stay on the device they are on."""
+        kind, weight = layer_kind(backend, self.spec), self.o_proj.weight
+        here = placed or weight.device.type not in {"cpu", "meta"}
+        reasons = kind.refusals(weight.dtype, weight.device if here else None)
+        if reasons:
+            raise UnsupportedAttentionError(backend.name, reasons)
+        return kind
 
-    def _after(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """``[B, H, S, D]``, normalised when the norm comes after the rotation."""
-        if norm is None or self.spec.qk_norm is None or self.spec.qk_norm.position == "before":
-            return x
-        if norm.width == x.shape[3]:
-            normed: Tensor = norm(x)
-            return normed
-        by_position = x.transpose(1, 2)
-        whole: Tensor = norm(by_position.flatten(2))
-        return whole.view(by_position.shape).transpose(1, 2)
-
-    def _rotate(self, x: Tensor, scope: AttentionScope, positions: Tensor) -> Tensor:
-        if self.rotary is None:
-            return x
-        return rotate_heads(x, scope.rotary(self.rotary, positions), interleaved=self.rotary.spec.interleaved)
-
-    def _prepared(
+    def _read(
         self,
         scope: AttentionScope,
         hidden: Tensor,
-        kv_hidden: Tensor | None,
-        attention_bias: Tensor | None,
-        return_lse: bool,
-    ) -> PreparedAttention:
-        grad = torch.is_grad_enabled()
-        bias_grad = grad and attention_bias is not None and attention_bias.requires_grad
-        needs_grad = bias_grad or (
-            grad
-            and (
-                hidden.requires_grad
-                or (kv_hidden is not None and kv_hidden.requires_grad)
-                or any(parameter.requires_grad for parameter in self.parameters())
-            )
-        )
-        request = self._request(
-            batch=hidden.shape[0],
-            dtype=autocast_dtype(hidden.device) or hidden.dtype,
-            device=hidden.device,
-            training=self.training,
-            has_bias=attention_bias is not None,
-            needs_grad=needs_grad,
-            needs_bias_grad=bias_grad,
-            needs_lse=return_lse,
-            needs_lse_grad=return_lse and needs_grad,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        layout = scope.context_layout if kv_hidden is not None else None
-        return scope.prepare(self.backend, request, layout=layout, window=self.spec.window)
-
-    def _request(self, **call: Any) -> AttentionRequest:
-        spec = self.spec
-        return AttentionRequest(
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            v_head_dim=spec.v_head_dim,
-            scale=spec.scale,
-            dropout_p=spec.dropout,
-            softcap=spec.softcap,
-            has_sinks=spec.sinks,
-            **call,
-        )
-
-    def _static_refusals(self, backend: AttentionBackend) -> tuple[Any, ...]:
-        weight = self.q_proj.weight
-        request = self._request(batch=1, dtype=weight.dtype, device=weight.device, training=True)
-        reasons = backend.unsupported(MaskLayout.causal(1, window=self.spec.window), request)
-        on_device = weight.device.type != "meta"  # a meta parameter will move to a device that is not known yet
-        return tuple(
-            r for r in reasons if r.feature in _STATIC_FEATURES and (on_device or r.feature not in ("device", "kernel"))
-        )
-
-    def _check(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
+        positions: Tensor | None,
         kv_hidden: Tensor | None,
         kv_positions: Tensor | None,
-        scope: AttentionScope,
-    ) -> None:
-        width = self.spec.hidden_size
-        if not isinstance(scope, AttentionScope):
-            raise AttentionInputError(f"scope must be an AttentionScope, got {type(scope).__name__}")
-        problems = []
-        for name, x in (("hidden", hidden), ("kv_hidden", kv_hidden)):
-            if x is not None and (x.dim() != 3 or x.shape[2] != width):
-                problems.append(f"{name} must be [B, S, {width}], got {tuple(x.shape)}")
-        if problems:
-            raise AttentionInputError("; ".join(problems))
-        batch, length = hidden.shape[:2]
-        context = 0 if kv_hidden is None else kv_hidden.shape[1]
-        if kv_hidden is not None and kv_hidden.shape[0] != batch:
-            problems.append(f"kv_hidden must have the batch of hidden, {batch}, got {kv_hidden.shape[0]}")
-        layout = scope.layout if kv_hidden is None or scope.context_layout is None else scope.context_layout
-        if (layout.q_len, layout.kv_len) != (length, context + length):
-            problems.append(
-                f"the scope's layout must have q_len={length} and kv_len={context + length} for these hidden states, "
-                f"got q_len={layout.q_len} and kv_len={layout.kv_len}"
-            )
-        if self.rotary is not None:
-            problems += _position_problems("positions", positions, batch, length)
-            if kv_hidden is not None:
-                problems += _position_problems("kv_positions", kv_positions, batch, context)
-        if problems:
-            raise AttentionInputError("; ".join(problems))
+        attention_bias: Tensor | None,
+        return_lse: bool,
+    ) -> _Read:
+        """Check the arguments and read the scope, which builds what it does not have yet.
+
+        A layer that follows an equal one in the same forward finds what that one read by a single look-up.
+        """
+        check_types(scope, hidden, kv_hidden)
+        grad = torch.is_grad_enabled()
+        bias_grad = grad and attention_bias is not None and attention_bias.requires_grad
+        needs_grad = bias_grad or (grad and (hidden.requires_grad or self._wants_grad(kv_hidden)))
+        low = autocast_dtype(hidden.device)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        asked = (self.training, needs_grad, attention_bias is not None, bias_grad, return_lse, deterministic)
+        context = None if kv_hidden is None else (kv_hidden.shape, kv_hidden.dtype, kv_hidden.device)
+        key = (self._kind, hidden.shape, hidden.dtype, hidden.device, low, asked, context)
+        # A compiler would guard on the table, and compile again when it has grown.
+        compiling = torch.compiler.is_compiling()
+        found: _Read | None = None if compiling else scope.memo.get(key)
+        if found is None or found.positions is not positions or found.kv_positions is not kv_positions:
+            check_inputs(self.spec, scope, hidden, positions, kv_hidden, kv_positions)
+            dtype = hidden.dtype if low is None or hidden.dtype is torch.float64 else low
+            request = self._kind.request(Call(hidden.shape[0], dtype, hidden.device, *asked))
+            layout = None if kv_hidden is None else scope.context_layout
+            prepared = scope.prepare(self.backend, request, layout=layout, window=self.spec.window)
+            found = _Read(prepared, *self._tables(scope, positions, kv_positions), positions, kv_positions)
+            if not compiling:
+                scope.memo[key] = found
+        return found
+
+    def _tables(
+        self, scope: AttentionScope, positions: Tensor | None, kv_positions: Tensor | None
+    ) -> tuple[RotaryTables | None, RotaryTables | None]:
+        if self.rotary is None or positions is None:
+            return None, None
+        tables = scope.rotary(self.rotary, positions)
+        return tables, None if kv_positions is None else scope.rotary(self.rotary, kv_positions)
+
+    def _wants_grad(self, kv_hidden: Tensor | None) -> bool:
+        """Whether anything but the hidden states wants gradients; looked at only where those do not."""
+        return (kv_hidden is not None and kv_hidden.requires_grad) or any(
+            parameter.requires_grad for parameter in self.parameters()
+        )
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ``[B, S, heads * width]``."""
+        if self.fused_qkv:
+            q, k, v = self.qkv_proj(hidden).split(self._widths, -1)
+            return q, k, v
+        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+
+    def _project_context(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, ``[B, C, heads * width]``."""
+        if not self.fused_qkv:
+            return self.k_proj(hidden), self.v_proj(hidden)
+        return keys_and_values(self.qkv_proj, hidden, self._widths)
+
+    def _turned(self, x: Tensor, heads: int, norm: RMSNorm | None, tables: RotaryTables | None) -> Tensor:
+        """Queries or keys ``[B, S, H * D]`` as ``[B, H, S, D]``, normalised and rotated in the order of the spec."""
+        at = None if self.spec.qk_norm is None else self.spec.qk_norm.position
+        x = x.view(*x.shape[:2], heads, self.spec.head_dim)
+        if norm is not None and at == "before":
+            x = _normed(x, norm)
+        x = x.transpose(1, 2)
+        if tables is not None and self.spec.rope is not None:
+            x = rotate_heads(x, tables, interleaved=self.spec.rope.interleaved)
+        if norm is not None and at == "after":
+            x = _normed(x.transpose(1, 2), norm).transpose(1, 2)
+        return x
+
+    def _values(self, x: Tensor) -> Tensor:
+        """Values ``[B, S, G * V]`` as ``[B, G, S, V]``."""
+        return x.view(*x.shape[:2], self.spec.num_kv_heads, self.spec.v_head_dim).transpose(1, 2)
 
 
-def _position_problems(name: str, positions: Tensor | None, batch: int, length: int) -> list[str]:
-    if not isinstance(positions, Tensor):
-        return [f"{name} must be an integer tensor [B|1, {length}], got {type(positions).__name__}"]
-    if positions.dtype.is_floating_point or positions.dtype.is_complex or positions.dtype is torch.bool:
-        return [f"{name} must be an integer tensor, got {positions.dtype}"]
-    shape = tuple(positions.shape)
-    if len(shape) not in (2, 3) or shape[-1] != length or shape[-2] not in (1, batch):
-        return [f"{name} must be [B|1, {length}] or [A, B|1, {length}] with B={batch}, got {shape}"]
-    return []
+def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
+    """``[B, S, H, D]``, normalised for each head or over all of them."""
+    normed: Tensor = norm(x) if norm.width == x.shape[3] else norm(x.flatten(2)).view(x.shape)
+    return normed

@@ -1,0 +1,46 @@
+"""The projections into queries, keys and values: three matrices, or one that holds them below each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_PARTS = ("q_proj", "k_proj", "v_proj")
+_WHOLE = "qkv_proj"
+
+
+def keys_and_values(fused: nn.Module, hidden: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Keys and values of a fused projection, ``[B, S, width]`` each, without its queries.
+
+    Args:
+        fused: the projection.
+        hidden: ``[B, S, hidden_size]``.
+        widths: of queries, keys and values.
+    """
+    if type(fused) is nn.Linear:
+        bias = None if fused.bias is None else fused.bias[widths[0] :]
+        k, v = functional.linear(hidden, fused.weight[widths[0] :], bias).split(widths[1:], -1)
+    else:  # an adapter or a quantised layer: its weight alone does not say what it computes
+        _, k, v = fused(hidden).split(widths, -1)
+    return k, v
+
+
+def load_either_form(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before loading: bring the projections in ``state_dict`` into the form that ``module`` has, fused or not.
+
+    A ``load_state_dict`` pre-hook. Only whole sets are touched; anything else stays for torch to report.
+    """
+    fused = getattr(module, _WHOLE, None) is not None
+    for kind in ("weight", "bias"):
+        whole = f"{prefix}{_WHOLE}.{kind}"
+        parts = [f"{prefix}{name}.{kind}" for name in _PARTS]
+        if fused and all(name in state_dict for name in parts):
+            state_dict[whole] = torch.cat([state_dict.pop(name) for name in parts])
+        elif not fused and whole in state_dict:
+            widths: list[int] = [getattr(module, name).out_features for name in _PARTS]
+            if state_dict[whole].shape[0] == sum(widths):
+                state_dict.update(zip(parts, state_dict.pop(whole).split(widths), strict=True))
