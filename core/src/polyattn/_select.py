@@ -107,7 +107,7 @@ def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> Att
             raise ConfigError(
                 f"backend_options must be empty with attn_backend 'auto', got {dict(options)}; name the backend"
             )
-        return AutoBackend()
+        return _auto
     resolved: AttentionBackend = backends.resolve(backend, options)
     return resolved
 
@@ -148,6 +148,9 @@ class AutoBackend:
 
     def __repr__(self) -> str:
         return "<backend auto>"
+
+
+_auto = AutoBackend()
 
 
 def _reasons(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:

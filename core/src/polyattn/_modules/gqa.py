@@ -126,7 +126,7 @@ class GroupedQueryAttention(nn.Module):
         self.rotary = None if rope is None else RotaryEmbedding(rope)
         self.sinks = HeadSinks(num_heads, **made) if sinks else None
         self.fused_qkv = fused_qkv
-        self.register_load_state_dict_pre_hook(load_either_form)
+        self.register_load_state_dict_pre_hook(load_either_form)  # type: ignore[no-untyped-call]
         self._kind = self._able(resolve_backend(backend, backend_options), placed=device is not None)
 
     @classmethod

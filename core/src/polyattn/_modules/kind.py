@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 
 
 class LayerKind:
-    """A backend and a structure. There is one object for equal ones (:func:`layer_kind`), so identity says all.
+    """A backend and a structure. There is one object for the same ones (:func:`layer_kind`), so identity says all.
 
     Attributes:
         backend: the backend.
@@ -79,7 +79,10 @@ class LayerKind:
         return layer_kind, (self.backend, self.spec)
 
 
-@functools.lru_cache(maxsize=1024)
 def layer_kind(backend: AttentionBackend, spec: AttentionSpec) -> LayerKind:
-    """The kind of a backend and a structure."""
-    return LayerKind(backend, spec)
+    """The kind of a backend object and a structure."""
+    # The kind keeps its backend alive, so while it is listed no other object can have that id.
+    return _kinds.setdefault((id(backend), spec), LayerKind(backend, spec))
+
+
+_kinds: weakref.WeakValueDictionary[tuple[int, AttentionSpec], LayerKind] = weakref.WeakValueDictionary()
