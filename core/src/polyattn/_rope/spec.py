@@ -97,9 +97,8 @@ class RopeSpec:
             )
         object.__setattr__(self, "axes", axes)
         given = Parameters(self.parameters)
-        variant = rope_variants.get(self.variant)
-        object.__setattr__(self, "parameters", Parameters({**getattr(variant, "defaults", {}), **given}))
-        variant.validate(self)
+        object.__setattr__(self, "parameters", Parameters({**_defaults(self.variant), **given}))
+        rope_variants.get(self.variant).validate(self)
 
     def _problems(self) -> Iterator[str]:
         if not isinstance(self.variant, str):
@@ -151,9 +150,12 @@ class RopeSpec:
                 "a transformers config is read by RopeSpec.from_hf"
             )
         _refuse_keys("a rotary spec", set(data) - {"schema_version"}, _FIELDS)
-        spec = cls(**{name: data[name] for name in _FIELDS})
-        _refuse_keys(f"parameters of variant '{spec.variant}'", set(data["parameters"]), tuple(spec.parameters))
-        return spec
+        variant, parameters = data["variant"], data["parameters"]
+        if isinstance(variant, str) and isinstance(parameters, Mapping):
+            # Here, and not left to the variant: what it would fill in must be written too.
+            defaults = _defaults(variant)
+            _refuse_keys(f"parameters of variant '{variant}'", set(defaults).intersection(parameters), (*defaults,))
+        return cls(**{name: data[name] for name in _FIELDS})
 
     @classmethod
     def from_hf(
@@ -202,6 +204,11 @@ class RopeSpec:
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(RopeSpec))
+
+
+def _defaults(variant: str) -> Mapping[str, ParameterValue]:
+    defaults: Mapping[str, ParameterValue] = getattr(rope_variants.get(variant), "defaults", {})
+    return defaults
 
 
 def _refuse_keys(what: str, got: set[str], need: tuple[str, ...]) -> None:
