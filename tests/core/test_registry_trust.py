@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from polyattn import BlockedPluginError, ConfigError, _hooks
+from polyattn import AttentionConfig, BlockedPluginError, ConfigError, UnknownBackendError, _hooks
 
 WITNESS = "import pathlib\npathlib.Path('imported').touch()"
 
@@ -186,3 +186,14 @@ def test_a_hook_that_is_disabled_is_no_longer_called(site, make_dist, acme):
     assert not _hooks.installed("polyattn_prepared")
     acme.disable([])
     assert _hooks.installed("polyattn_prepared")
+
+
+@pytest.mark.parametrize(
+    "text", ["os:system", "acme_trusted:Backend", "acme_trusted", "./acme_trusted.py", "__import__('os')"]
+)
+def test_text_from_a_config_is_a_name_and_never_a_module(text, acme):
+    with pytest.raises(UnknownBackendError):
+        acme.get(text)
+    with pytest.raises(UnknownBackendError):
+        AttentionConfig.from_dict({"attn_backend": text})
+    assert acme.info("acme").status == "available"
