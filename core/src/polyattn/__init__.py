@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from polyattn._functional import attention
     from polyattn._layout import MaskLayout, StructuredMask
     from polyattn._lse import apply_sinks, merge
-    from polyattn._modules import AttentionSpec, GroupedQueryAttention
+    from polyattn._modules import AttentionSpec, GroupedQueryAttention, QKNorm, check_servable
     from polyattn._registry import Registry, backends, rope_variants
     from polyattn._request import FEATURES, AttentionRequest, Reason
     from polyattn._rope import RopeFrequencies, RopeSpec, RopeVariant, RotaryEmbedding, RotaryTables, apply_rotary
@@ -55,7 +55,7 @@ _MODULES = {
     "_functional": ("attention",),
     "_layout": ("MaskLayout", "StructuredMask"),
     "_lse": ("apply_sinks", "merge"),
-    "_modules": ("AttentionSpec", "GroupedQueryAttention"),
+    "_modules": ("AttentionSpec", "GroupedQueryAttention", "QKNorm", "check_servable"),
     "_registry": ("Registry", "backends", "rope_variants"),
     "_request": ("FEATURES", "AttentionRequest", "Reason"),
     "_rope": ("RopeFrequencies", "RopeSpec", "RopeVariant", "RotaryEmbedding", "RotaryTables", "apply_rotary"),
@@ -85,6 +85,7 @@ __all__ = [
     "MaskLayout",
     "PolyattnError",
     "PreparedAttention",
+    "QKNorm",
     "Reason",
     "Registry",
     "RopeConfigError",
@@ -100,6 +101,7 @@ __all__ = [
     "apply_sinks",
     "attention",
     "backends",
+    "check_servable",
     "explain",
     "merge",
     "rope_variants",

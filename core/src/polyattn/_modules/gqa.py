@@ -160,6 +160,24 @@ class GroupedQueryAttention(nn.Module):
             if callable(reset):
                 reset()
 
+    def load_hf_weights(self, state: Mapping[str, Tensor], config: Any, *, layer: int) -> None:
+        """Load the weights of one layer of a transformers model.
+
+        Names are the same there; Gemma's norm weights, which count from 1, are changed to ours.
+
+        Args:
+            state: the model's state dict.
+            config: its configuration, or the dictionary of that; see :meth:`AttentionSpec.from_hf`.
+            layer: index of the layer.
+
+        Raises:
+            ConfigError: the class is not known, or the state dict has no such layer.
+            RuntimeError: a weight is missing, unknown or of another shape; from ``load_state_dict``.
+        """
+        from polyattn._modules.hf import read_weights
+
+        self.load_state_dict(read_weights(state, config, layer))
+
     def prefill(
         self,
         scope: AttentionScope,

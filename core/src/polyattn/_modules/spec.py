@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from polyattn._errors import ConfigError
 from polyattn._rope import RopeSpec
-
-SCHEMA_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +39,7 @@ class QKNorm:
             problems.append(f"qk_norm.eps must be a small positive number such as 1e-6, got {self.eps!r}")
         if problems:
             raise ConfigError("; ".join(problems))
+        object.__setattr__(self, "eps", float(self.eps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +47,7 @@ class AttentionSpec:
     """Every structural field of an attention layer.
 
     The JSON form (``to_dict``) requires every field and a ``schema_version``; nothing is defaulted when it is read. The
-    schema is provisional until release 1.0.
+    schema is provisional until release 1.0; from then on a new required field raises ``SCHEMA_VERSION``.
 
     Attributes:
         hidden_size: width of the hidden states.
@@ -84,6 +83,8 @@ class AttentionSpec:
     sinks: bool
     scale: float | None
 
+    SCHEMA_VERSION: ClassVar[int] = 1
+
     def __post_init__(self) -> None:
         problems = []
         for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim"):
@@ -116,13 +117,16 @@ class AttentionSpec:
             )
         if problems:
             raise ConfigError("; ".join(problems))
+        for name in ("dropout", "softcap", "scale"):  # one written form for equal numbers
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else float(value))
 
     def to_dict(self) -> dict[str, Any]:
         """The canonical JSON object."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         own["rope"] = None if self.rope is None else self.rope.to_dict()
         own["qk_norm"] = None if self.qk_norm is None else dataclasses.asdict(self.qk_norm)
-        return {"schema_version": SCHEMA_VERSION, **own}
+        return {"schema_version": self.SCHEMA_VERSION, **own}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
@@ -131,15 +135,67 @@ class AttentionSpec:
         Raises:
             ConfigError: the version is unknown, or a field is absent or extra; each is named.
         """
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"an attention spec must be a mapping, got {type(data).__name__}")
         version = data.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ConfigError(f"schema_version of an attention spec must be {SCHEMA_VERSION}, got {version!r}")
+        if version != cls.SCHEMA_VERSION or isinstance(version, bool):
+            got = repr(version) if "schema_version" in data else "none"
+            raise ConfigError(
+                f"schema_version of an attention spec must be {cls.SCHEMA_VERSION}, got {got}; "
+                "a transformers configuration is read by AttentionSpec.from_hf"
+            )
         fields = _exact_fields(cls, {key: value for key, value in data.items() if key != "schema_version"}, "")
         if fields["rope"] is not None:
             fields["rope"] = RopeSpec.from_dict(fields["rope"])
         if fields["qk_norm"] is not None:
             fields["qk_norm"] = QKNorm(**_exact_fields(QKNorm, fields["qk_norm"], "qk_norm."))
         return cls(**fields)
+
+    @classmethod
+    def from_hf(cls, config: Any, *, layer: int = 0, convention: str = "serving") -> AttentionSpec:
+        """Read the attention of one layer of a transformers model.
+
+        What a model class decides by itself is resolved by its name: Qwen3 normalises per head, weighted, before the
+        rotation; OLMo-2 over the whole projection; Llama-4 without weight, after it, in layers that rotate. Families:
+        ``llama``, ``mistral``, ``qwen3``, ``gemma3_text``, ``olmo2``, ``llama4_text``.
+
+        Args:
+            config: a configuration object or its dictionary (``config.json``), in the style of version 4 or 5. One of a
+                composite model is read at its ``text_config``. It is not changed.
+            layer: index of the layer, for classes whose layers differ.
+            convention: see :meth:`RopeSpec.from_hf`.
+
+        Raises:
+            ConfigError: the class is not known, or a key is missing, contradictory or canonical-only, or says what no
+                spec can say.
+            RopeConfigError: likewise for the rotary keys.
+        """
+        from polyattn._modules.hf import read_spec
+
+        return read_spec(config, layer, convention=convention)
+
+    def to_hf(self, model_type: str, *, layers: int = 1, serving_target: str | None = None) -> dict[str, Any]:
+        """Write the attention part of a transformers 5 configuration whose layers all are like this one.
+
+        Args:
+            model_type: the class that will read it; see :meth:`from_hf`.
+            layers: how many layers the model has.
+            serving_target: the engine that will serve the model; see :func:`polyattn.check_servable`.
+
+        Returns:
+            Keys that :meth:`from_hf` reads back as this spec.
+
+        Raises:
+            ConfigError: the target cannot serve the spec, or the class would not read back the same; each difference is
+                named.
+            RopeConfigError: the class cannot carry the rotary spec, for instance because it pairs other channels.
+        """
+        from polyattn._modules.hf import write_spec
+        from polyattn._modules.serving import require_servable
+
+        if serving_target is not None:
+            require_servable(self, serving_target)
+        return write_spec(self, model_type, layers)
 
 
 def _exact_fields(kind: type[Any], data: Any, prefix: str) -> dict[str, Any]:

@@ -1,0 +1,283 @@
+"""The attention of transformers models: configurations to specs and back, and weights by name.
+
+What a model class decides by itself stands in ``_FAMILIES``; what its older configurations left unsaid is resolved
+there by name, and nothing else is guessed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from torch import Tensor
+
+from polyattn._errors import ConfigError
+from polyattn._modules.spec import AttentionSpec, QKNorm
+from polyattn._rope import RopeSpec
+from polyattn._rope.hf import refuse_canonical_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: Keys of our canonical form that no transformers configuration of these families has.
+CANONICAL_ONLY = (
+    "schema_version", "qk_norm", "has_weight", "weighted", "num_heads", "num_kv_heads", "v_head_dim", "output_bias",
+    "softcap", "sinks", "window", "scale",
+)  # fmt: skip
+_CHUNK_HINT = "give the chunks in the layout (MaskLayout.chunked) and set attention_chunk_size to null"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """What a model class decides.
+
+    Attributes:
+        norm: position, scope and weight of the norm of queries and keys, or ``None``.
+        window: which layers have one: none, all, or those of type ``"sliding_attention"``.
+        biases: whether ``attention_bias`` gives all four projections a bias; absent means without.
+        head_dim: whether a configuration may leave ``head_dim`` out: it is ``hidden_size / num_attention_heads`` then.
+        kv_heads: whether it may leave ``num_key_value_heads`` out: there are as many as query heads then.
+        weight_offset: what the class adds to the norm's weight before it multiplies.
+        rope_by_type: whether each layer type may have a rope of its own.
+    """
+
+    norm: tuple[Literal["before", "after"], Literal["head", "projection"], bool] | None = None
+    window: Literal["none", "all", "sliding"] = "none"
+    biases: bool = True
+    head_dim: bool = True
+    kv_heads: bool = True
+    weight_offset: float = 0.0
+    rope_by_type: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(window="all", biases=False, kv_heads=False),
+    "qwen3": _Family(norm=("before", "head", True), window="sliding", head_dim=False, kv_heads=False),
+    "gemma3_text": _Family(
+        norm=("before", "head", True),
+        window="sliding",
+        head_dim=False,
+        kv_heads=False,
+        weight_offset=1.0,
+        rope_by_type=True,
+    ),
+    "olmo2": _Family(norm=("before", "projection", True)),
+    "llama4_text": _Family(norm=("after", "head", False), head_dim=False, kv_heads=False),
+}
+
+
+def read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
+    """See :meth:`AttentionSpec.from_hf`."""
+    data = _dictionary(config)
+    family = _family(data)
+    if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+        raise ConfigError(f"layer must be the index of a layer, an int >= 0, got {layer!r}")
+    heads = _required(data, "num_attention_heads")
+    hidden = _required(data, "hidden_size")
+    head_dim = data.get("head_dim")
+    if head_dim is None:
+        if not family.head_dim:
+            _fault(data, "'head_dim' is missing, and the default of this class is not hidden_size / heads")
+        if not heads or hidden % heads:
+            _fault(data, f"'head_dim' is missing and hidden_size / num_attention_heads is {hidden} / {heads}")
+        head_dim = hidden // heads
+    if "num_key_value_heads" not in data and not family.kv_heads:
+        _fault(data, "'num_key_value_heads' is missing, and the default of this class is not num_attention_heads")
+    kv_heads = data.get("num_key_value_heads")
+    bias = bool(data.get("attention_bias") or False) if family.biases else False
+    scale, rotates = _specialities(data, layer)
+    kind = _layer_type(data, layer, family)
+    return AttentionSpec(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        rope=_rope(data, kind, head_dim, family, convention) if rotates else None,
+        qk_norm=_norm(data, family, rotates=rotates),
+        window=_window(data, kind, family),
+        dropout=data.get("attention_dropout") or 0.0,
+        bias=bias,
+        output_bias=bias,
+        softcap=None,
+        sinks=False,
+        scale=scale,
+    )
+
+
+def write_spec(spec: AttentionSpec, model_type: str, layers: int) -> dict[str, Any]:
+    """See :meth:`AttentionSpec.to_hf`."""
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        raise ConfigError(f"layers must be the number of layers, an int >= 1, got {layers!r}")
+    data: dict[str, Any] = {
+        "model_type": model_type,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "attention_dropout": spec.dropout,
+    }
+    family = _family(data)
+    if spec.rope is not None:
+        data |= spec.rope.to_hf(model_type)
+    if family.biases:
+        data["attention_bias"] = spec.bias
+    if family.norm is not None:
+        data["rms_norm_eps"] = 1e-6 if spec.qk_norm is None else spec.qk_norm.eps
+    if family.window != "none":
+        data["sliding_window"] = spec.window
+    if family.window == "sliding":
+        data["layer_types"] = ["full_attention" if spec.window is None else "sliding_attention"] * layers
+    if model_type == "qwen3":
+        data["use_sliding_window"] = spec.window is not None
+    elif model_type == "gemma3_text":
+        data["query_pre_attn_scalar"] = spec.head_dim if spec.scale is None else spec.scale**-2
+    elif model_type == "llama4_text":
+        data |= {
+            "use_qk_norm": spec.qk_norm is not None,
+            "no_rope_layers": [int(spec.rope is not None)] * layers,
+            "layer_types": ["full_attention"] * layers,
+            "attn_temperature_tuning": False,
+        }
+    back = read_spec(data, 0, convention="serving").to_dict() if layers else spec.to_dict()
+    lost = [
+        f"{name} {value!r} would be read as {back[name]!r}"
+        for name, value in spec.to_dict().items()
+        if back[name] != value
+    ]
+    if lost:
+        _fault(data, f"it cannot carry this spec: {'; '.join(lost)}")
+    return data
+
+
+def read_weights(state: Mapping[str, Tensor], config: Any, layer: int) -> dict[str, Tensor]:
+    """See :meth:`GroupedQueryAttention.load_hf_weights`."""
+    data = _dictionary(config)
+    family = _family(data)
+    inside = f"layers.{layer}.self_attn."
+    found = {name.split(inside, 1)[1]: value for name, value in state.items() if inside in name}
+    if not found:
+        _fault(data, f"the state dict must have keys with '{inside}', got {_some(state)}")
+    if family.weight_offset:
+        for name in ("q_norm.weight", "k_norm.weight"):
+            if name in found:
+                found[name] = found[name] + family.weight_offset
+    # Versions before 4.32 saved the frequencies of every layer.
+    return {name: value for name, value in found.items() if name != "rotary_emb.inv_freq"}
+
+
+def _dictionary(config: Any) -> dict[str, Any]:
+    found = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config must be a transformers configuration or its dictionary, got {type(config).__name__}")
+    text = found.get("text_config")
+    data = dict(text if isinstance(text, Mapping) else found)
+    canonical = [name for name in CANONICAL_ONLY if name in data]
+    if canonical:
+        raise ConfigError(
+            f"{', '.join(map(repr, canonical))} cannot stand in a transformers configuration: canonical-only; "
+            "read the canonical form with AttentionSpec.from_dict, or remove it"
+        )
+    refuse_canonical_keys(data)
+    return data
+
+
+def _family(data: Mapping[str, Any]) -> _Family:
+    family = _FAMILIES.get(str(data.get("model_type")))
+    if family is None:
+        raise ConfigError(
+            f"model_type must be one of {', '.join(_FAMILIES)}, got {data.get('model_type')!r}; "
+            "for another model build the AttentionSpec field by field"
+        )
+    return family
+
+
+def _specialities(data: Mapping[str, Any], layer: int) -> tuple[float | None, bool]:
+    """Scale, and whether the layer rotates at all; refuses what a spec cannot say."""
+    scale, rotates = None, True
+    if data["model_type"] == "gemma3_text":
+        scalar = _required(data, "query_pre_attn_scalar")
+        scale = None if scalar == data.get("head_dim") else float(scalar) ** -0.5
+        for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
+            if data.get(name):
+                _fault(data, f"{name} must be off, got {data[name]!r}: what it means differs between readers")
+    elif data["model_type"] == "llama4_text":
+        flags = data.get("no_rope_layers") or []
+        interval = data.get("no_rope_layer_interval")
+        if layer < len(flags):
+            rotates = bool(flags[layer])
+        elif flags or interval is None:
+            _fault(data, f"no_rope_layers must say whether layer {layer} rotates, got {flags}")
+        else:
+            rotates = (layer + 1) % interval != 0
+        if not rotates and data.get("attn_temperature_tuning", True):
+            _fault(
+                data,
+                "attn_temperature_tuning must be false, got true: it scales the queries of layers without rope by "
+                "their position, which no spec says",
+            )
+    return scale, rotates
+
+
+def _layer_type(data: Mapping[str, Any], layer: int, family: _Family) -> str:
+    types = data.get("layer_types")
+    if types is not None:
+        if layer >= len(types):
+            _fault(data, f"layer must be one of the {len(types)} of layer_types, got {layer}")
+        kind = str(types[layer])
+    elif data["model_type"] == "gemma3_text":
+        kind = "sliding_attention" if (layer + 1) % _required(data, "sliding_window_pattern") else "full_attention"
+    elif data["model_type"] == "qwen3" and data.get("use_sliding_window"):
+        kind = "sliding_attention" if layer >= _required(data, "max_window_layers") else "full_attention"
+    elif data["model_type"] == "llama4_text":
+        kind = "full_attention" if data.get("attention_chunk_size", ...) is None else "chunked_attention"
+    else:
+        kind = "full_attention"
+    known = {"full_attention", *(("sliding_attention",) if family.window == "sliding" else ())}
+    if kind not in known:
+        hint = f"; {_CHUNK_HINT}" if kind == "chunked_attention" else ""
+        _fault(data, f"layer {layer} must be of type {' or '.join(sorted(known))}, got {kind!r}{hint}")
+    return kind
+
+
+def _rope(data: Mapping[str, Any], kind: str, head_dim: int, family: _Family, convention: str) -> RopeSpec:
+    layer_type = kind if family.rope_by_type else None
+    return RopeSpec.from_hf(dict(data), layer_type=layer_type, head_dim=head_dim, convention=convention)
+
+
+def _norm(data: Mapping[str, Any], family: _Family, *, rotates: bool) -> QKNorm | None:
+    if family.norm is None:
+        return None
+    if data["model_type"] == "llama4_text" and not (_required(data, "use_qk_norm") and rotates):
+        return None
+    position, scope, weighted = family.norm
+    return QKNorm(position, scope, weighted=weighted, eps=_required(data, "rms_norm_eps"))
+
+
+def _window(data: Mapping[str, Any], kind: str, family: _Family) -> int | None:
+    if family.window == "none" or (family.window == "sliding" and kind != "sliding_attention"):
+        return None
+    if "sliding_window" not in data:
+        _fault(data, "'sliding_window' is missing; null means none")
+    window: int | None = data["sliding_window"]
+    if window is None and family.window == "sliding":
+        _fault(data, "sliding_window must be an int, got None, although the layer is of type 'sliding_attention'")
+    return window
+
+
+def _required(data: Mapping[str, Any], name: str) -> Any:
+    if data.get(name) is None:
+        _fault(data, f"'{name}' is missing")
+    return data[name]
+
+
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + ", ..." if first else "none"
+
+
+def _fault(data: Mapping[str, Any], text: str) -> NoReturn:
+    raise ConfigError(f"config of model_type {data.get('model_type')!r}: {text}")
