@@ -256,8 +256,14 @@ def test_a_backend_that_cannot_serve_the_layer_is_refused_at_construction_with_a
 @pytest.mark.parametrize(
     "call, text",
     [
-        ({"hidden": torch.zeros(2, 6, 31)}, r"hidden must be a floating tensor \[B, S, 32\], got torch.float32 \(2, 6, 31\)"),
-        ({"positions": torch.arange(5)[None]}, r"positions must be an integer tensor \[B\|1, 6\] with B=2, got \(1, 5\)"),
+        (
+            {"hidden": torch.zeros(2, 6, 31)},
+            r"hidden must be a floating tensor \[B, S, 32\], got torch.float32 \(2, 6, 31\)",
+        ),
+        (
+            {"positions": torch.arange(5)[None]},
+            r"positions must be an integer tensor \[B\|1, 6\] with B=2, got \(1, 5\)",
+        ),
         ({"positions": torch.zeros(1, 6)}, r"positions must be an integer tensor \[B\|1, 6\], got torch.float32"),
         ({"positions": None}, "positions must be an integer tensor .* got NoneType"),
         ({"scope": AttentionScope(MaskLayout.causal(5))}, "q_len=6 and kv_len=6 for these hidden states, got q_len=5"),

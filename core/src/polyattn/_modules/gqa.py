@@ -6,6 +6,7 @@ value width.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -137,7 +138,7 @@ class GroupedQueryAttention(nn.Module):
             spec: the structure.
             rest: ``fused_qkv``, ``backend``, ``backend_options``, ``device``, ``dtype``.
         """
-        fields = {name: getattr(spec, name) for name in spec.__dataclass_fields__}
+        fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
         return cls(**fields, **rest)
 
     def set_backend(self, backend: str | AttentionBackend, options: Mapping[str, Any] | None = None) -> None:

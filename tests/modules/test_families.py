@@ -1,0 +1,73 @@
+"""Weights of transformers models in our layers give the logits of those models."""
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES, VOCABULARY, OnOurs, model_of
+
+from polyattn import MaskLayout
+
+pytestmark = pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
+BACKENDS = ["eager", "sdpa", "flex_attention"]
+LENGTH = 12
+
+
+def ids_of(rows, seed=0):
+    return torch.randint(3, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request):
+    return request.param
+
+
+@pytest.fixture(params=BACKENDS)
+def ours(request, family):
+    options = {"flex_attention": {"compiled": False}}.get(request.param)
+    return OnOurs(family, request.param, options)
+
+
+@torch.no_grad()
+def test_causal_logits_are_those_of_the_peer(family, ours):
+    ids = ids_of(2)
+    want = model_of(family)(input_ids=ids, use_cache=False).logits
+    got = ours(ids, MaskLayout.causal(LENGTH), torch.arange(LENGTH)[None])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_packed_logits_are_those_of_the_peer(family, ours):
+    ids, lengths = ids_of(1), [3, 7, 2]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    want = model_of(family)(input_ids=ids, position_ids=positions, use_cache=False).logits
+    got = ours(ids, MaskLayout.packed(lengths), positions)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_logits_are_those_of_the_peer_at_real_tokens(family, ours, side):
+    ids, lengths = ids_of(2), [7, LENGTH]
+    valid = torch.stack([(torch.arange(LENGTH) < n) for n in lengths])
+    valid = valid.flip(1) if side == "left" else valid
+    want = model_of(family)(input_ids=ids, attention_mask=valid.long(), use_cache=False).logits
+    got = ours(ids, MaskLayout.padded(valid), torch.arange(LENGTH)[None])
+    torch.testing.assert_close(got[valid], want[valid], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_token_that_sees_nothing_gets_zero_from_ours_and_the_mean_of_all_values_from_the_peer():
+    ids = ids_of(1)
+    valid = torch.arange(LENGTH)[None] >= 4
+    peer, ours = copy.deepcopy(model_of("qwen3")), OnOurs("qwen3", "sdpa")
+    peer.set_attn_implementation("eager")
+    seen = []
+    for model in (peer, ours.model):
+        attention = model.model.layers[0].self_attn
+        attention.register_forward_hook(lambda module, args, output: seen.append(output[0][~valid]))
+    peer(input_ids=ids, attention_mask=valid.long(), use_cache=False)
+    ours(ids, MaskLayout.padded(valid), torch.arange(LENGTH)[None])
+    of_peer, of_ours = seen
+    assert not of_ours.any()
+    assert of_peer.abs().amin(1).min() > 0
