@@ -58,11 +58,7 @@ def new(name: str, rope: bool, into: Path, author: str | None) -> None:
     }
     copier.run_copy(str(_TEMPLATE), folder, data={**answers, **more}, defaults=True, quiet=True)
     click.echo(
-        f"{folder} is ready. Next:\n"
-        f"  cd {folder}\n"
-        '  pip install --editable ".[test]"\n'
-        "  polyattn list\n"
-        "  pytest"
+        f'{folder} is ready. Next:\n  cd {folder}\n  pip install --editable ".[test]"\n  polyattn list\n  pytest'
     )
 
 
