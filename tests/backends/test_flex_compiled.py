@@ -65,11 +65,27 @@ def test_one_kernel_serves_every_structure(kernels):
     assert kernels() - before <= 1
 
 
+def _other(layout):
+    return make_case(layout, dtype=torch.bfloat16, v_head_dim=7, softcap=3.0, bias=(LENGTH,), **SIZES)
+
+
 def test_one_kernel_serves_every_other_mask(kernels):
     before = kernels()
     for build in DENSE.values():
-        _assert_right(make_case(build(), dtype=torch.bfloat16, v_head_dim=7, softcap=3.0, bias=(LENGTH,), **SIZES))
+        _assert_right(_other(build()))
     assert kernels() - before <= 1
+
+
+def test_prepares_inside_a_compiled_graph():
+    backend, case = backends.get("flex_attention"), _other(MaskLayout.causal(LENGTH, window=40))
+    request = case.request(INFER)
+
+    def call(q, k, v, bias, sinks):
+        layout = MaskLayout.causal(LENGTH, window=40)  # without values to look at its structure is dense here
+        return backend.prepare(layout, request)(q, k, v, bias=bias)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_within(evaluate(compiled, case, INFER), expected_results(case, INFER))
 
 
 def test_runs_inside_a_compiled_graph_on_views_of_a_linear_layer():

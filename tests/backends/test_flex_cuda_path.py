@@ -76,6 +76,17 @@ def test_a_mask_mod_is_handed_to_the_kernel_and_not_made_dense(flex):
     assert prepared.state.dense is prepared.state.ranges is None
 
 
+def test_prepares_and_trains_inside_a_compiled_graph(flex):
+    case = make_case(MaskLayout.causal(LENGTH, window=40), head_dim=16, **SIZES)
+    request = case.request(TRAIN)
+
+    def call(q, k, v, bias, sinks):
+        return flex.prepare(MaskLayout.causal(LENGTH, window=40), request)(q, k, v)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_within(evaluate(compiled, case, TRAIN), expected_results(case, TRAIN))
+
+
 def test_narrow_heads_are_padded_to_what_the_kernel_takes_and_the_kernel_is_named(flex, calls):
     _assert_right(flex, make_case(MaskLayout.causal(LENGTH), head_dim=7, v_head_dim=5, **SIZES), TRAIN)
     assert calls == [(16, "TRITON", False)]

@@ -91,13 +91,13 @@ def from_rows(rows: Callable[[int, int], Tensor], q_len: int, *, backward: bool)
         q_len: Q.
         backward: whether the backward kernel will run.
     """
-    touched, full = [], []
+    counts = []
     for start in range(0, q_len, TILE):
-        visible = rows(start, min(start + TILE, q_len))
-        visible = F.pad(visible, (0, tiles(visible.shape[3]) * TILE - visible.shape[3])).unflatten(3, (-1, TILE))
-        touched.append(visible.any(-1).any(2, keepdim=True))
-        full.append(visible.all(-1).all(2, keepdim=True) & (visible.shape[2] == TILE))
-    return _table(torch.cat(touched, 2), torch.cat(full, 2), backward=backward)
+        by_key = rows(start, min(start + TILE, q_len)).sum(2, keepdim=True, dtype=torch.int32)
+        by_key = F.pad(by_key, (0, tiles(by_key.shape[3]) * TILE - by_key.shape[3]))
+        counts.append(by_key.unflatten(3, (-1, TILE)).sum(-1, dtype=torch.int32))
+    visible = torch.cat(counts, 2)
+    return _table(visible > 0, visible == TILE * TILE, backward=backward)
 
 
 def _table(touched: Tensor, full: Tensor, *, backward: bool) -> Blocks:

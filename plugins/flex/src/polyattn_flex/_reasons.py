@@ -45,7 +45,9 @@ def of_device(device: torch.device, *, compiled: bool) -> tuple[Reason, ...]:
     if device.type == "cuda" and not torch.cuda.is_available():
         got = f"{device} without a GPU that torch can use"
         return (Reason("no_gpu", "device", got, "a CUDA GPU", "run on a machine with one, or on the CPU"),)
-    if not compiled:
+    if (
+        not compiled or torch.compiler.is_compiling()
+    ):  # whoever traces has a compiler, and cannot trace a search for one
         return ()
     return _of_cpu() if on_cpu(device) else _of_cuda(device)
 
