@@ -122,6 +122,8 @@ def write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
         rope["partial_rotary_factor"] = spec.rotary_dim / spec.head_dim
     if _ORIGINAL in _KEYS[spec.variant][0]:
         rope[_ORIGINAL] = spec.original_max_position
+    if spec.variant == "longrope":
+        data[_ORIGINAL] = spec.original_max_position  # Phi-3's class has the field at the top, and it wins
     rope |= {
         name: value for name, value in spec.to_dict()["parameters"].items() if value is not None and name != "switch"
     }
