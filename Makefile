@@ -28,7 +28,7 @@ demo: $(READY)
 
 # One thread a worker: the workers already share the cores.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
