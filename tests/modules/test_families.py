@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from families import FAMILIES, VOCABULARY, OnOurs, model_of
 
+from families import FAMILIES, VOCABULARY, OnOurs, model_of
 from polyattn import MaskLayout
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")

@@ -258,11 +258,11 @@ def test_a_backend_that_cannot_serve_the_layer_is_refused_at_construction_with_a
     [
         (
             {"hidden": torch.zeros(2, 6, 31)},
-            r"hidden must be a floating tensor \[B, S, 32\], got torch.float32 \(2, 6, 31\)",
+            r"hidden must be .* \[B, S, 32\], got torch.float32 \(2, 6, 31\)",
         ),
         (
             {"positions": torch.arange(5)[None]},
-            r"positions must be an integer tensor \[B\|1, 6\] with B=2, got \(1, 5\)",
+            r"positions must be .* \[B\|1, 6\] with B=2, got \(1, 5\)",
         ),
         ({"positions": torch.zeros(1, 6)}, r"positions must be an integer tensor \[B\|1, 6\], got torch.float32"),
         ({"positions": None}, "positions must be an integer tensor .* got NoneType"),

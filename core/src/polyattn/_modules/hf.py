@@ -134,7 +134,7 @@ def write_spec(spec: AttentionSpec, model_type: str, layers: int) -> dict[str, A
     if model_type == "qwen3":
         data["use_sliding_window"] = spec.window is not None
     elif model_type == "gemma3_text":
-        data["query_pre_attn_scalar"] = spec.head_dim if spec.scale is None else spec.scale**-2
+        data["query_pre_attn_scalar"] = spec.head_dim if spec.scale is None else round(spec.scale**-2, 9)
     elif model_type == "llama4_text":
         data |= {
             "use_qk_norm": spec.qk_norm is not None,
@@ -178,8 +178,8 @@ def _dictionary(config: Any) -> dict[str, Any]:
     canonical = [name for name in CANONICAL_ONLY if name in data]
     if canonical:
         raise ConfigError(
-            f"{', '.join(map(repr, canonical))} cannot stand in a transformers configuration: canonical-only; "
-            "read the canonical form with AttentionSpec.from_dict, or remove it"
+            f"config must not carry the canonical-only keys {', '.join(map(repr, canonical))}; "
+            "AttentionSpec.from_dict reads the canonical form, and transformers dictionaries have no such keys"
         )
     refuse_canonical_keys(data)
     return data

@@ -1,0 +1,238 @@
+"""The written form of an attention spec, and how configurations of transformers models are read into it."""
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from families import FAMILIES, config_of
+from polyattn import AttentionSpec, ConfigError, QKNorm, RopeConfigError, RopeSpec
+
+FOLDER = Path(__file__).parents[1] / "data" / "specs"
+GOLDEN = sorted(path.stem for path in FOLDER.glob("*.json") if not path.name.endswith(".config.json"))
+#: The fields of each version of the schema. A change of the fields needs a new version, with its own line here.
+FIELDS = {
+    1: {
+        "": (
+            *(
+                "hidden_size",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "v_head_dim",
+                "rope",
+                "qk_norm",
+                "window",
+                "dropout",
+            ),
+            *("bias", "output_bias", "softcap", "sinks", "scale"),
+        ),
+        "qk_norm": ("position", "scope", "weighted", "eps"),
+    }
+}
+
+
+def golden(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def golden_config(name):
+    file = json.loads((FOLDER / f"{name}.config.json").read_text())
+    return file["config"], file["layer"]
+
+
+def without(data, path):
+    data = copy.deepcopy(data)
+    inner = data
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return data
+
+
+def paths(data, prefix=()):
+    for key, value in data.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*prefix, key))
+
+
+def test_there_is_a_recorded_spec_for_each_family():
+    configs = [golden_config(name)[0]["model_type"] for name in GOLDEN]
+    assert set(configs) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_recorded_specs_round_trip_byte_for_byte(name):
+    spec = AttentionSpec.from_dict(golden(name))
+    assert json.dumps(spec.to_dict(), indent=2) + "\n" == (FOLDER / f"{name}.json").read_text()
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name in GOLDEN for path in paths(golden(name))])
+def test_a_recorded_spec_without_one_field_is_refused_by_its_name(name, path):
+    with pytest.raises((ConfigError, RopeConfigError), match=path[-1]):
+        AttentionSpec.from_dict(without(golden(name), path))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_configurations_are_read_as_recorded(name):
+    config, layer = golden_config(name)
+    before = copy.deepcopy(config)
+    assert AttentionSpec.from_hf(config, layer=layer).to_dict() == golden(name)
+    assert config == before
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_spec_is_written_so_that_it_is_read_back(name):
+    spec, model_type = AttentionSpec.from_dict(golden(name)), golden_config(name)[0]["model_type"]
+    written = spec.to_hf(model_type, layers=3)
+    assert written["num_hidden_layers"] == 3
+    assert all(AttentionSpec.from_hf(json.loads(json.dumps(written)), layer=layer) == spec for layer in range(3))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_configuration_objects_read_like_their_dictionaries(family):
+    config = config_of(family)
+    for layer in range(config.num_hidden_layers):
+        of_object = AttentionSpec.from_hf(config, layer=layer)
+        assert of_object == AttentionSpec.from_hf(config.to_dict(), layer=layer)
+        assert of_object == AttentionSpec.from_hf({"model_type": "outer", "text_config": config.to_dict()}, layer=layer)
+
+
+def test_a_change_of_the_fields_needs_a_new_version():
+    fields = {
+        "": tuple(field.name for field in dataclasses.fields(AttentionSpec)),
+        "qk_norm": tuple(field.name for field in dataclasses.fields(QKNorm)),
+    }
+    assert FIELDS[AttentionSpec.SCHEMA_VERSION] == fields, "raise SCHEMA_VERSION and list the new fields here"
+
+
+def test_equal_specs_have_one_written_form_and_one_hash():
+    spec = AttentionSpec.from_dict(golden("qwen3"))
+    other = AttentionSpec.from_dict({**golden("qwen3"), "dropout": 0})
+    assert other == spec
+    assert hash(other) == hash(spec)
+    assert json.dumps(other.to_dict()) == json.dumps(spec.to_dict())
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, True])
+def test_another_version_is_refused(version):
+    with pytest.raises(ConfigError, match=f"schema_version of an attention spec must be 1, got {version!r}"):
+        AttentionSpec.from_dict({**golden("llama"), "schema_version": version})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"extra": 1}, "extra is unknown"),
+        ({"qk_norm": {**golden("qwen3")["qk_norm"], "extra": 1}}, r"qk_norm\.extra is unknown"),
+        ({"qk_norm": "head"}, "qk_norm must be a mapping, got str"),
+        ({"num_kv_heads": 5}, "num_heads=32 and num_kv_heads=5"),
+        ({"window": 0, "dropout": 2.0}, r"window must be an int >= 1 or None, got 0; dropout must lie in \[0, 1\)"),
+        ({"head_dim": 64}, "rope.head_dim must equal head_dim, got rope.head_dim=128 and head_dim=64"),
+    ],
+)
+def test_a_wrong_field_of_the_written_form_is_named(changes, text):
+    with pytest.raises(ConfigError, match=text):
+        AttentionSpec.from_dict({**golden("qwen3"), **changes})
+
+
+@pytest.mark.parametrize("key", ["qk_norm", "has_weight", "schema_version", "sinks", "v_head_dim"])
+def test_a_configuration_with_a_key_of_the_canonical_form_is_refused(key):
+    config, layer = golden_config("qwen3")
+    with pytest.raises(ConfigError, match=f"config must not carry the canonical-only keys '{key}'"):
+        AttentionSpec.from_hf({**config, key: 1}, layer=layer)
+
+
+@pytest.mark.parametrize("key", ["interleaved", "rotary_dim", "variant"])
+def test_the_keys_of_a_canonical_rope_are_refused_too_even_where_a_layer_does_not_rotate(key):
+    config, _ = golden_config("llama4")
+    with pytest.raises(RopeConfigError, match=f"canonical-only keys '{key}'"):
+        AttentionSpec.from_hf({**config, "attn_temperature_tuning": False, key: 1}, layer=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layer", "text"),
+    [
+        ("llama", {"model_type": "gpt2"}, 0, "model_type must be one of llama, mistral, .*, got 'gpt2'"),
+        ("llama", {"num_attention_heads": ...}, 0, "'num_attention_heads' is missing"),
+        ("llama", {"hidden_size": 30, "num_attention_heads": 4}, 0, "'head_dim' is missing and .* is 30 / 4"),
+        ("llama", {}, -1, "layer must be the index of a layer, an int >= 0, got -1"),
+        ("qwen3", {"head_dim": None}, 0, "'head_dim' is missing, and the default of this class is not hidden_size"),
+        ("qwen3", {"num_key_value_heads": ...}, 0, "'num_key_value_heads' is missing"),
+        ("qwen3", {"rms_norm_eps": ...}, 0, "'rms_norm_eps' is missing"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, 0, "sliding_window must be an int, got None"),
+        ("qwen3", {"layer_types": ["full_attention"]}, 1, "layer must be one of the 1 of layer_types, got 1"),
+        (
+            "qwen3",
+            {"layer_types": ["linear_attention"]},
+            0,
+            "must be of type full_attention or sliding_attention",
+        ),
+        ("mistral", {"sliding_window": ...}, 0, "'sliding_window' is missing; null means none"),
+        ("gemma3_sliding", {"sliding_window_pattern": ...}, 0, "'sliding_window_pattern' is missing"),
+        ("gemma3_sliding", {"attn_logit_softcapping": 30.0}, 0, "attn_logit_softcapping must be off, got 30.0"),
+        ("gemma3_sliding", {"use_bidirectional_attention": True}, 0, "use_bidirectional_attention must be off"),
+        ("llama4", {"attention_chunk_size": 8192}, 0, r"got 'chunked_attention'; give the chunks in the layout"),
+        ("llama4", {}, 3, "attn_temperature_tuning must be false, got true"),
+        ("llama4", {"no_rope_layers": [1]}, 1, "no_rope_layers must say whether layer 1 rotates"),
+        ("llama4", {"use_qk_norm": ...}, 0, "'use_qk_norm' is missing"),
+    ],
+)
+def test_what_a_configuration_leaves_unsaid_is_an_error_that_names_the_key(name, changes, layer, text):
+    config = {key: value for key, value in {**golden_config(name)[0], **changes}.items() if value is not ...}
+    with pytest.raises(ConfigError, match=text):
+        AttentionSpec.from_hf(config, layer=layer)
+
+
+def test_old_conventions_of_each_family_are_resolved_by_name():
+    gemma, _ = golden_config("gemma3_sliding")
+    assert [AttentionSpec.from_hf(gemma, layer=i).window for i in range(6)] == [512] * 5 + [None]
+    assert [AttentionSpec.from_hf(gemma, layer=i).rope.theta for i in (4, 5)] == [10000.0, 1000000.0]
+    qwen = {**golden_config("qwen3")[0], "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    assert [AttentionSpec.from_hf(qwen, layer=i).window for i in range(4)] == [None, None, 64, 64]
+    llama4 = {**golden_config("llama4")[0], "no_rope_layers": None, "no_rope_layer_interval": 4}
+    llama4["attn_temperature_tuning"] = False
+    assert [AttentionSpec.from_hf(llama4, layer=i).rope is None for i in range(4)] == [False, False, False, True]
+    assert [AttentionSpec.from_hf(llama4, layer=i).qk_norm is None for i in range(4)] == [False, False, False, True]
+    llama = golden_config("llama")[0]
+    assert AttentionSpec.from_hf({**llama, "num_key_value_heads": None, "head_dim": None}).num_kv_heads == 32
+    assert AttentionSpec.from_hf({**llama, "attention_bias": True}).output_bias is True
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "model_type", "text"),
+    [
+        ("qwen3", {}, "llama", "cannot carry this spec: qk_norm .* would be read as None"),
+        ("llama", {}, "qwen3", "cannot carry this spec: qk_norm None would be read as"),
+        (
+            "llama",
+            {"softcap": 3.0, "sinks": True},
+            "llama",
+            "softcap 3.0 would be read as None; sinks True would",
+        ),
+        ("llama", {"window": 8}, "llama", "window 8 would be read as None"),
+        ("llama", {"bias": True}, "llama", "output_bias False would be read as True|bias True would be read"),
+        ("llama", {}, "gpt2", "model_type must be one of"),
+    ],
+)
+def test_a_class_that_would_lose_a_field_is_refused_with_the_field(name, changes, model_type, text):
+    spec = dataclasses.replace(AttentionSpec.from_dict(golden(name)), **changes)
+    with pytest.raises(ConfigError, match=text):
+        spec.to_hf(model_type)
+
+
+def test_a_class_with_the_other_pairing_is_refused():
+    spec = AttentionSpec.from_dict(golden("qwen3"))
+    adjacent = dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, interleaved=True))
+    with pytest.raises(RopeConfigError, match="pairs halves, the spec adjacent channels"):
+        adjacent.to_hf("qwen3")
+
+
+def test_drafts_of_older_conventions_are_read_by_naming_them():
+    config = {**golden_config("llama")[0], "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    assert isinstance(AttentionSpec.from_hf(config, convention="dflash").rope, RopeSpec)
+    with pytest.raises(RopeConfigError, match="refused under convention 'eagle'"):
+        AttentionSpec.from_hf(config, convention="eagle")
