@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from polyattn_transformers._attention import attention_forward
-from polyattn_transformers._mask_function import layout_mask
-from tiny_models import ids, left_padding, model_of
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import polyattn_transformers
 from polyattn import AttentionInputError, LayoutError, MaskLayout, UnsupportedAttentionError, backends
 from polyattn.testing.reference import reference_attention
+from polyattn_transformers._attention import attention_forward
+from polyattn_transformers._mask_function import layout_mask
+from tiny_models import ids, left_padding, model_of
 
 ROWS, HEADS, KV_HEADS, QUERIES, KEYS, WIDTH, V_WIDTH = 2, 4, 2, 5, 7, 8, 6
 BACKENDS = ("eager", "sdpa")
@@ -51,7 +51,9 @@ def tensors(queries=QUERIES, keys=KEYS, v_width=WIDTH, kv_heads=KV_HEADS, scale=
 
 
 def attend(*arguments, layer=None, backend="eager", mask=None, **kwargs):
-    output, weights = attention_forward(layer or Layer(is_causal=True).eval(), *arguments, mask, backend=backend, **kwargs)
+    output, weights = attention_forward(
+        layer or Layer(is_causal=True).eval(), *arguments, mask, backend=backend, **kwargs
+    )
     assert weights is None
     return output.transpose(1, 2)
 
@@ -187,7 +189,10 @@ def test_a_boolean_mask_of_one_row_serves_all_queries():
 @pytest.mark.parametrize(
     ("mask", "text"),
     [
-        (torch.ones(ROWS, KEYS), r"attention_mask must be \[B, 1\|Hq, Q, K\] when a layer receives a tensor, got \[2, 7\]"),
+        (
+            torch.ones(ROWS, KEYS),
+            r"attention_mask must be \[B, 1\|Hq, Q, K\] when a layer receives a tensor, got \[2, 7\]",
+        ),
         (torch.ones(ROWS, 1, QUERIES, KEYS, dtype=torch.long), "must be boolean .* or floating .* got torch.int64"),
         ([1, 1], "attention_mask must be a tensor or what polyattn's mask function returned, got list"),
     ],
@@ -275,7 +280,11 @@ def test_checkpointing_recomputes_with_what_was_prepared(reentrant, counted):
     model(**inputs, use_cache=False).logits.square().mean().backward()
     assert all(torch.equal(p.grad, want[name]) for name, p in model.named_parameters())
     # The first pass of a reentrant checkpoint runs without gradients, and prepares for that.
-    assert len({(id(layout), request.needs_grad) for layout, request in counted}) == len(counted) == (4 if reentrant else 2)
+    assert (
+        len({(id(layout), request.needs_grad) for layout, request in counted})
+        == len(counted)
+        == (4 if reentrant else 2)
+    )
 
 
 def test_queries_that_are_padding_leave_no_nan():

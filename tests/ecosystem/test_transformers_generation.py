@@ -6,13 +6,13 @@ import functools
 
 import pytest
 import torch
-from polyattn_transformers import packed
-from tiny_models import ZOO, ids, left_padding, model_of
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, StaticCache
 
 import polyattn_transformers
 from polyattn import UnsupportedAttentionError, backends
+from polyattn_transformers import packed
+from tiny_models import ZOO, ids, left_padding, model_of
 
 GENERATORS = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "phi3", "deepseek_v3")
 

@@ -6,15 +6,15 @@ import itertools
 
 import pytest
 import torch
-from polyattn_transformers import packed
-from polyattn_transformers._layout_mask import LayoutMask
-from polyattn_transformers._mask_function import layout_mask
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers import masking_utils as hf
 
 import polyattn_transformers
 from polyattn import LayoutError, StructuredMask
+from polyattn_transformers import packed
+from polyattn_transformers._layout_mask import LayoutMask
+from polyattn_transformers._mask_function import layout_mask
 
 ROWS, NEW, WINDOW, CHUNK = 2, 6, 4, 3
 
@@ -181,7 +181,9 @@ def test_a_causal_window_is_its_size_and_a_bidirectional_one_counts_both_ends():
         hf.sliding_window_overlay(3),  # one-sided: without the causal rule it is no rule about distance
         hf.or_masks(hf.causal_mask_function, hf.sliding_window_overlay(3)),
         hf.and_masks(hf.causal_mask_function, vertical),
-        hf.and_masks(hf.chunked_overlay(3, torch.zeros(2, dtype=int)), hf.chunked_overlay(2, torch.zeros(2, dtype=int))),
+        hf.and_masks(
+            hf.chunked_overlay(3, torch.zeros(2, dtype=int)), hf.chunked_overlay(2, torch.zeros(2, dtype=int))
+        ),
         hf.add_offsets_to_mask_function(hf.causal_mask_function, 1, 0),
         hf.and_masks(hf.causal_mask_function, hf.padding_mask_function(torch.arange(12).expand(2, 12) != 5)),
         hf.and_masks(hf.sliding_window_overlay(4), hf.and_masks(hf.sliding_window_overlay(2), hf.causal_mask_function)),
@@ -237,7 +239,9 @@ def test_a_mask_handed_back_to_a_forward_of_another_size_is_refused():
 
 @pytest.mark.parametrize("shape", [(NEW,), (ROWS, 1, NEW)])
 def test_a_mask_of_a_wrong_rank_is_refused(shape):
-    with pytest.raises(LayoutError, match=r"attention_mask must be \[B, K\] with 1 where a token is, or \[B, 1, Q, K\]"):
+    with pytest.raises(
+        LayoutError, match=r"attention_mask must be \[B, K\] with 1 where a token is, or \[B, 1, Q, K\]"
+    ):
         layout_mask(ROWS, NEW, NEW, attention_mask=torch.ones(shape))
 
 
@@ -284,7 +288,5 @@ def test_padding_of_every_pattern_gives_the_same_layout_as_transformers():
     # All 64 paddings of one row, among them rows without any token.
     for bits in itertools.product([0, 1], repeat=NEW):
         padding = torch.tensor([bits, [1] * NEW])
-        mask, oracle = both(
-            hf.create_sliding_window_causal_mask, {}, attention_mask=padding, past_key_values=None
-        )
+        mask, oracle = both(hf.create_sliding_window_causal_mask, {}, attention_mask=padding, past_key_values=None)
         assert_same(mask, oracle)

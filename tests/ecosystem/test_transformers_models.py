@@ -6,12 +6,11 @@ import functools
 
 import pytest
 import torch
-from tiny_models import ZOO, live_tokens, model_of
 
 import polyattn_transformers
 from polyattn import UnsupportedAttentionError, backends
 from polyattn._request import FEATURES
-
+from tiny_models import ZOO, live_tokens, model_of
 
 
 @pytest.fixture(autouse=True, scope="module")

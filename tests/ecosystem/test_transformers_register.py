@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
-from polyattn_transformers._versions import check_version
-from tiny_models import ZOO, config_of, ids, model_of
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 import polyattn_transformers
 from polyattn import BackendBase, ConfigError, UnknownBackendError, UnsupportedAttentionError, backends
+from polyattn_transformers._versions import check_version
+from tiny_models import ZOO, config_of, ids, model_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -73,15 +73,17 @@ def test_names_are_ours_to_judge():
     assert implementations_of(model_of("gpt_oss", "polyattn_sdpa")) == {"polyattn_sdpa"}
 
 
-@pytest.mark.parametrize("choose", ["init", "set", "use"])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda: model_of("llama", "polyattn_sdpaa"),
+        lambda: model_of("llama").set_attn_implementation("polyattn_sdpaa"),
+        lambda: polyattn_transformers.use(model_of("llama"), "sdpaa"),
+    ],
+)
 def test_an_unknown_backend_fails_when_the_model_is_configured(choose):
     with pytest.raises(UnknownBackendError) as error:
-        if choose == "init":
-            model_of("llama", "polyattn_sdpaa")
-        elif choose == "set":
-            model_of("llama").set_attn_implementation("polyattn_sdpaa")
-        else:
-            polyattn_transformers.use(model_of("llama"), "sdpaa")
+        choose()
     assert "attn_implementation 'polyattn_sdpaa'" in str(error.value)
     assert "polyattn_eager, polyattn_fa, polyattn_flex_attention, polyattn_sdpa, polyattn_auto" in str(error.value)
 
@@ -139,15 +141,15 @@ def test_a_model_that_attends_by_itself_is_refused_and_left_alone(kind, config, 
         getattr(transformers, kind)(settings)
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), lambda: mamba()])
-def test_a_model_without_attention_is_refused(make):
-    with pytest.raises(ConfigError, match="must be or contain a transformers model with attention layers"):
-        polyattn_transformers.use(make(), "sdpa")
-
-
 def mamba():
     config = transformers.MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
     return transformers.MambaForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(2, 2), mamba])
+def test_a_model_without_attention_is_refused(make):
+    with pytest.raises(ConfigError, match="must be or contain a transformers model with attention layers"):
+        polyattn_transformers.use(make(), "sdpa")
 
 
 def test_attention_weights_are_refused_by_name():

@@ -1,0 +1,161 @@
+"""Time and peak memory of transformers models on polyattn's sdpa backend, beside transformers' own sdpa.
+
+Windows and packed documents are measured in processes of their own, one per implementation and round, alternating: peak
+memory is that of the whole process. Plain causal attention is measured in pairs inside one process. What to quote are
+the ratios of one run; the bars are what the project promises on two cores.
+
+    python benchmarks/bench_transformers.py            # all three
+    python benchmarks/bench_transformers.py packed     # one of them
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import click
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import polyattn_transformers
+
+OWN, OURS = "sdpa", "polyattn_sdpa"
+SHAPE = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "use_cache": False,
+}
+DOCUMENTS = 16
+# Scenario: least speed-up and largest share of the peak memory.
+BARS = {"window": (1.8, 0.75), "packed": (3.8, 0.62)}
+
+
+def model_of(scenario, implementation):
+    torch.manual_seed(0)
+    if scenario == "window":
+        kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(SHAPE["num_hidden_layers"])]
+        config = transformers.Gemma3TextConfig(
+            **SHAPE, sliding_window=512, layer_types=kinds, max_position_embeddings=8192
+        )
+    else:
+        config = transformers.LlamaConfig(**SHAPE, max_position_embeddings=8192)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+
+
+def inputs_of(scenario, length):
+    ids = torch.randint(0, SHAPE["vocab_size"], (1, length), generator=torch.Generator().manual_seed(0))
+    if scenario == "packed":
+        return {"input_ids": ids, "position_ids": torch.arange(length // DOCUMENTS).repeat(DOCUMENTS)[None]}
+    return {"input_ids": ids}
+
+
+def step(model, inputs):
+    start = time.perf_counter()
+    loss = model(**inputs).logits.float().square().mean()
+    loss.backward()
+    model.zero_grad()
+    return time.perf_counter() - start, float(loss)
+
+
+def measure(scenario, implementation, length):
+    """One measurement in a process of its own."""
+    model = model_of(scenario, implementation)
+    step(model, inputs_of(scenario, 256))  # warms up
+    seconds, loss = step(model, inputs_of(scenario, length))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # KiB on Linux
+    print(json.dumps({"seconds": seconds, "loss": loss, "peak": peak}))
+
+
+def compare(scenario, length, rounds):
+    found = {OWN: [], OURS: []}
+    for _ in range(rounds):
+        for implementation, results in found.items():
+            command = [sys.executable, __file__, scenario, "--child", implementation, "--length", str(length)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            results.append(json.loads(output.splitlines()[-1]))
+    return found
+
+
+def smollm2_pairs(pairs, length):
+    """Seconds of forward and backward of SmolLM2-135M's shape, implementations alternating."""
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    models = {
+        name: transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name) for name in (OWN, OURS)
+    }
+    inputs = {"input_ids": torch.randint(0, config.vocab_size, (1, length))}
+    times = {name: [] for name in models}
+    for round_ in range(pairs + 1):
+        for name in (OWN, OURS) if round_ % 2 else (OURS, OWN):
+            seconds, _ = step(models[name], inputs)
+            if round_:  # the first pair warms up
+                times[name].append(seconds)
+    return times
+
+
+@click.command()
+@click.argument("scenarios", nargs=-1, type=click.Choice(["window", "packed", "smollm2"]))
+@click.option("--length", default=8192, show_default=True, help="Tokens of window and packed.")
+@click.option("--rounds", default=1, show_default=True, help="Measurements of window and packed per implementation.")
+@click.option("--pairs", default=15, show_default=True, help="Pairs of smollm2.")
+@click.option("--child", hidden=True)
+def main(scenarios, length, rounds, pairs, child):
+    """Time transformers models on polyattn beside transformers' own sdpa."""
+    polyattn_transformers.register()
+    if child:
+        measure(scenarios[0], child, length)
+        return
+    console = Console()
+    table = Table("scenario", f"{OWN} (s)", f"{OURS} (s)", "speed-up", f"{OWN} (MiB)", f"{OURS} (MiB)", "share", "bars")
+    for scenario in scenarios or ("window", "packed", "smollm2"):
+        if scenario == "smollm2":
+            times = smollm2_pairs(pairs, 512)
+            own, ours = (statistics.median(times[name]) for name in (OWN, OURS))
+            ratio = statistics.median(b / a for a, b in zip(times[OWN], times[OURS], strict=True))
+            row = (f"{own:.2f}", f"{ours:.2f}", f"{1 / ratio:.2f}", "", "", "", f"time at most 1.05, got {ratio:.3f}")
+            table.add_row("SmolLM2's shape, causal, 512 tokens", *row)
+            continue
+        found = compare(scenario, length, rounds)
+        seconds = {name: statistics.median(one["seconds"] for one in results) for name, results in found.items()}
+        peak = {name: min(one["peak"] for one in results) for name, results in found.items()}
+        losses = {one["loss"] for results in found.values() for one in results}
+        assert max(losses) - min(losses) <= 1e-4 * max(losses), losses
+        faster, share = BARS[scenario]
+        table.add_row(
+            f"{scenario}, {length} tokens",
+            f"{seconds[OWN]:.1f}",
+            f"{seconds[OURS]:.1f}",
+            f"{seconds[OWN] / seconds[OURS]:.2f}",
+            f"{peak[OWN]:.0f}",
+            f"{peak[OURS]:.0f}",
+            f"{peak[OURS] / peak[OWN]:.2f}",
+            f"at least {faster} times, at most {share}",
+        )
+    console.print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads"
+    )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
