@@ -222,9 +222,9 @@ def test_the_spec_round_trips_and_requires_every_field():
         ({"num_kv_heads": 3}, "num_heads=4 and num_kv_heads=3"),
         ({"rope": rope(16)}, "rope.head_dim must equal head_dim, got rope.head_dim=16 and head_dim=8"),
         ({"window": 0}, "window must be an int >= 1 or None, got 0"),
-        ({"dropout": 1.5}, r"dropout must lie in \[0, 1\), got 1.5"),
+        ({"dropout": 1.5}, r"dropout must be a number in \[0, 1\), got 1.5"),
         ({"softcap": -1.0}, "softcap must be a positive number or None, got -1.0"),
-        ({"qk_norm": "head"}, "qk_norm must be a QKNorm or None, got str"),
+        ({"qk_norm": "head"}, "qk_norm must be a QKNorm or None, got 'head'"),
     ],
 )
 def test_a_contradictory_structure_is_refused(options, text):

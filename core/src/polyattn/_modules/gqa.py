@@ -8,33 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyattn._backend import AttentionBackend, AttentionResult, PreparedAttention
+from polyattn._backend import AttentionBackend, AttentionResult
 from polyattn._errors import ConfigError, UnsupportedAttentionError
-from polyattn._modules.inputs import check_dtype, check_inputs, check_types
-from polyattn._modules.kind import Call, LayerKind, layer_kind
+from polyattn._modules.inputs import check_dtype
+from polyattn._modules.kind import LayerKind, layer_kind
 from polyattn._modules.norm import RMSNorm
 from polyattn._modules.projections import keys_and_values, load_either_form
+from polyattn._modules.reading import Given, read_scope
 from polyattn._modules.sinks import HeadSinks
 from polyattn._modules.spec import AttentionSpec, QKNorm
 from polyattn._rope import RopeSpec, RotaryEmbedding, RotaryTables, rotate_heads
 from polyattn._scope import AttentionScope
 from polyattn._select import AUTO, resolve_backend
 from polyattn._tensors import autocast_dtype
-
-
-class _Read(NamedTuple):
-    """What a forward reads from its scope, and the positions that it read with."""
-
-    prepared: PreparedAttention
-    tables: RotaryTables | None
-    context_tables: RotaryTables | None
-    positions: Tensor | None
-    kv_positions: Tensor | None
 
 
 class GroupedQueryAttention(nn.Module):
@@ -128,7 +119,7 @@ class GroupedQueryAttention(nn.Module):
         self.sinks = HeadSinks(num_heads, **made) if sinks else None
         self.fused_qkv = fused_qkv
         self.register_load_state_dict_pre_hook(load_either_form)  # type: ignore[no-untyped-call]
-        self._kind = self._able(resolve_backend(backend, backend_options), placed=device is not None)
+        self.kind = self._able(resolve_backend(backend, backend_options), placed=device is not None)
 
     @classmethod
     def from_spec(cls, spec: AttentionSpec, **rest: Any) -> GroupedQueryAttention:
@@ -147,12 +138,12 @@ class GroupedQueryAttention(nn.Module):
         Raises:
             UnsupportedAttentionError: it cannot do what the layer needs; the old backend stays.
         """
-        self._kind = self._able(resolve_backend(backend, options), placed=False)
+        self.kind = self._able(resolve_backend(backend, options), placed=False)
 
     @property
     def backend(self) -> AttentionBackend:
         """The backend; :meth:`set_backend` sets it."""
-        return self._kind.backend
+        return self.kind.backend
 
     def reset_parameters(self) -> None:
         """Draw every parameter afresh: torch's own rule for the projections, one for norm weights, zero for sinks."""
@@ -195,7 +186,8 @@ class GroupedQueryAttention(nn.Module):
         Only shape, dtype, device and ``requires_grad`` of the hidden states count, so the model's first ones serve all
         layers.
         """
-        self._read(scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
+        given = Given(hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
+        read_scope(self, scope, given)
 
     def forward(
         self,
@@ -226,9 +218,8 @@ class GroupedQueryAttention(nn.Module):
             AttentionInputError: a shape, dtype or device does not fit; raised before any matrix product.
             LayoutError, UnsupportedAttentionError: see :meth:`AttentionBackend.prepare`; likewise.
         """
-        prepared, tables, context_tables, *_ = self._read(
-            scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse
-        )
+        given = Given(hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
+        prepared, tables, context_tables, *_ = read_scope(self, scope, given)
         if autocast_dtype(hidden.device) is None:
             check_dtype(hidden, getattr(self.qkv_proj if self.fused_qkv else self.q_proj, "weight", None))
         spec = self.spec
@@ -264,57 +255,6 @@ class GroupedQueryAttention(nn.Module):
         if reasons:
             raise UnsupportedAttentionError(backend.name, reasons)
         return kind
-
-    def _read(
-        self,
-        scope: AttentionScope,
-        hidden: Tensor,
-        positions: Tensor | None,
-        kv_hidden: Tensor | None,
-        kv_positions: Tensor | None,
-        attention_bias: Tensor | None,
-        return_lse: bool,
-    ) -> _Read:
-        """Check the arguments and read the scope, which builds what it does not have yet.
-
-        A layer that follows an equal one in the same forward finds what that one read by a single look-up.
-        """
-        check_types(scope, hidden, kv_hidden)
-        grad = torch.is_grad_enabled()
-        bias_grad = grad and attention_bias is not None and attention_bias.requires_grad
-        needs_grad = bias_grad or (grad and (hidden.requires_grad or self._wants_grad(kv_hidden)))
-        low = autocast_dtype(hidden.device)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        asked = (self.training, needs_grad, attention_bias is not None, bias_grad, return_lse, deterministic)
-        context = None if kv_hidden is None else (kv_hidden.shape, kv_hidden.dtype, kv_hidden.device)
-        key = (self._kind, hidden.shape, hidden.dtype, hidden.device, low, asked, context)
-        # A compiler would guard on the table, and compile again when it has grown.
-        compiling = torch.compiler.is_compiling()
-        found: _Read | None = None if compiling else scope.memo.get(key)
-        if found is None or found.positions is not positions or found.kv_positions is not kv_positions:
-            check_inputs(self.spec, scope, hidden, positions, kv_hidden, kv_positions)
-            dtype = hidden.dtype if low is None or hidden.dtype is torch.float64 else low
-            request = self._kind.request(Call(hidden.shape[0], dtype, hidden.device, *asked))
-            layout = None if kv_hidden is None else scope.context_layout
-            prepared = scope.prepare(self.backend, request, layout=layout, window=self.spec.window)
-            found = _Read(prepared, *self._tables(scope, positions, kv_positions), positions, kv_positions)
-            if not compiling:
-                scope.memo[key] = found
-        return found
-
-    def _tables(
-        self, scope: AttentionScope, positions: Tensor | None, kv_positions: Tensor | None
-    ) -> tuple[RotaryTables | None, RotaryTables | None]:
-        if self.rotary is None or positions is None:
-            return None, None
-        tables = scope.rotary(self.rotary, positions)
-        return tables, None if kv_positions is None else scope.rotary(self.rotary, kv_positions)
-
-    def _wants_grad(self, kv_hidden: Tensor | None) -> bool:
-        """Whether anything but the hidden states wants gradients; looked at only where those do not."""
-        return (kv_hidden is not None and kv_hidden.requires_grad) or any(
-            parameter.requires_grad for parameter in self.parameters()
-        )
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, ``[B, S, heads * width]``."""

@@ -7,7 +7,7 @@ there by name, and nothing else is guessed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from torch import Tensor
@@ -107,49 +107,55 @@ def read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
     )
 
 
-def write_spec(spec: AttentionSpec, model_type: str, layers: int) -> dict[str, Any]:
-    """See :meth:`AttentionSpec.to_hf`."""
-    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-        raise ConfigError(f"layers must be the number of layers, an int >= 1, got {layers!r}")
+def write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, Any]:
+    """The attention part of a configuration, read back to make sure of it; see :meth:`AttentionSpec.to_hf`.
+
+    Args:
+        specs: of the layers, first to last.
+        model_type: the class that will read it.
+    """
+    first = specs[0]
     data: dict[str, Any] = {
         "model_type": model_type,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "attention_dropout": spec.dropout,
+        "hidden_size": first.hidden_size,
+        "num_hidden_layers": len(specs),
+        "num_attention_heads": first.num_heads,
+        "num_key_value_heads": first.num_kv_heads,
+        "head_dim": first.head_dim,
+        "attention_dropout": first.dropout,
     }
     family = _family(data)
-    if spec.rope is not None:
-        data |= spec.rope.to_hf(model_type)
+    kinds = ["full_attention" if spec.window is None else "sliding_attention" for spec in specs]
+    ropes = {kind: spec.rope for kind, spec in zip(kinds, specs, strict=True) if spec.rope is not None}
+    written = {kind: rope.to_hf(model_type) for kind, rope in ropes.items()}
+    for part in written.values():
+        data |= part
+    if len(set(ropes.values())) > 1:
+        data["rope_parameters"] = {kind: part["rope_parameters"] for kind, part in written.items()}
     if family.biases:
-        data["attention_bias"] = spec.bias
+        data["attention_bias"] = first.bias
     if family.norm is not None:
-        data["rms_norm_eps"] = 1e-6 if spec.qk_norm is None else spec.qk_norm.eps
+        data["rms_norm_eps"] = next((spec.qk_norm.eps for spec in specs if spec.qk_norm is not None), 1e-6)
     if family.window != "none":
-        data["sliding_window"] = spec.window
+        data["sliding_window"] = next((spec.window for spec in specs if spec.window is not None), None)
     if family.window == "sliding":
-        data["layer_types"] = ["full_attention" if spec.window is None else "sliding_attention"] * layers
+        data["layer_types"] = kinds
     if model_type == "qwen3":
-        data["use_sliding_window"] = spec.window is not None
+        data["use_sliding_window"] = data["sliding_window"] is not None
     elif model_type == "gemma3_text":
-        data["query_pre_attn_scalar"] = spec.head_dim if spec.scale is None else round(spec.scale**-2, 9)
+        data["query_pre_attn_scalar"] = first.head_dim if first.scale is None else round(first.scale**-2, 9)
     elif model_type == "llama4_text":
         data |= {
-            "use_qk_norm": spec.qk_norm is not None,
-            "no_rope_layers": [int(spec.rope is not None)] * layers,
-            "layer_types": ["full_attention"] * layers,
+            "use_qk_norm": any(spec.qk_norm is not None for spec in specs),
+            "no_rope_layers": [int(spec.rope is not None) for spec in specs],
+            "layer_types": ["full_attention"] * len(specs),
             "attn_temperature_tuning": False,
         }
-    back = read_spec(data, 0, convention="serving").to_dict() if layers else spec.to_dict()
-    lost = [
-        f"{name} {value!r} would be read as {back[name]!r}"
-        for name, value in spec.to_dict().items()
-        if back[name] != value
-    ]
-    if lost:
-        _fault(data, f"it cannot carry this spec: {'; '.join(lost)}")
+    for layer, spec in enumerate(specs):
+        want, back = spec.to_dict(), read_spec(data, layer, convention="serving").to_dict()
+        lost = [f"{name} {want[name]!r} would be read as {back[name]!r}" for name in want if back[name] != want[name]]
+        if lost:
+            _fault(data, f"it cannot carry this spec: {'; '.join(lost)} (layer {layer})")
     return data
 
 

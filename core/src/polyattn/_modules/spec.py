@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from polyattn._errors import ConfigError
@@ -40,6 +40,15 @@ class QKNorm:
         if problems:
             raise ConfigError("; ".join(problems))
         object.__setattr__(self, "eps", float(self.eps))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> QKNorm:
+        """Read the canonical JSON object: exactly the fields above.
+
+        Raises:
+            ConfigError: a field is absent, extra or wrong; each is named.
+        """
+        return cls(**_exact_fields(cls, data, "qk_norm."))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,31 +95,15 @@ class AttentionSpec:
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        problems = []
-        for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim"):
-            if not _is_int(getattr(self, name)) or getattr(self, name) < 1:
-                problems.append(f"{name} must be an int >= 1, got {getattr(self, name)!r}")
-        if not problems and self.num_heads % self.num_kv_heads:
+        names = [field.name for field in dataclasses.fields(self)]
+        problems = [f"{name} {problem}" for name in names if (problem := problem_of(name, getattr(self, name)))]
+        counts = ("num_heads", "num_kv_heads")
+        if not any(problem_of(name, getattr(self, name)) for name in counts) and self.num_heads % self.num_kv_heads:
             problems.append(
                 f"num_heads must be a multiple of num_kv_heads, got num_heads={self.num_heads} "
                 f"and num_kv_heads={self.num_kv_heads}"
             )
-        if self.window is not None and (not _is_int(self.window) or self.window < 1):
-            problems.append(f"window must be an int >= 1 or None, got {self.window!r}")
-        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
-            problems.append(f"dropout must lie in [0, 1), got {self.dropout!r}")
-        for name in ("softcap", "scale"):
-            value = getattr(self, name)
-            if value is not None and (not _is_number(value) or not math.isfinite(value) or value <= 0):
-                problems.append(f"{name} must be a positive number or None, got {value!r}")
-        for name in ("bias", "output_bias", "sinks"):
-            if not isinstance(getattr(self, name), bool):
-                problems.append(f"{name} must be true or false, got {getattr(self, name)!r}")
-        if self.qk_norm is not None and not isinstance(self.qk_norm, QKNorm):
-            problems.append(f"qk_norm must be a QKNorm or None, got {type(self.qk_norm).__name__}")
-        if self.rope is not None and not isinstance(self.rope, RopeSpec):
-            problems.append(f"rope must be a RopeSpec or None, got {type(self.rope).__name__}")
-        elif self.rope is not None and self.rope.head_dim != self.head_dim:
+        if isinstance(self.rope, RopeSpec) and self.rope.head_dim != self.head_dim:
             problems.append(
                 f"rope.head_dim must equal head_dim, got rope.head_dim={self.rope.head_dim} "
                 f"and head_dim={self.head_dim}"
@@ -148,7 +141,7 @@ class AttentionSpec:
         if fields["rope"] is not None:
             fields["rope"] = RopeSpec.from_dict(fields["rope"])
         if fields["qk_norm"] is not None:
-            fields["qk_norm"] = QKNorm(**_exact_fields(QKNorm, fields["qk_norm"], "qk_norm."))
+            fields["qk_norm"] = QKNorm.from_dict(fields["qk_norm"])
         return cls(**fields)
 
     @classmethod
@@ -190,12 +183,14 @@ class AttentionSpec:
                 named.
             RopeConfigError: the class cannot carry the rotary spec, for instance because it pairs other channels.
         """
-        from polyattn._modules.hf import write_spec
+        from polyattn._modules.hf import write_specs
         from polyattn._modules.serving import require_servable
 
+        if not _is_int(layers) or layers < 1:
+            raise ConfigError(f"layers must be the number of layers, an int >= 1, got {layers!r}")
         if serving_target is not None:
             require_servable(self, serving_target)
-        return write_spec(self, model_type, layers)
+        return write_specs([self] * layers, model_type)
 
 
 def _exact_fields(kind: type[Any], data: Any, prefix: str) -> dict[str, Any]:
@@ -218,4 +213,37 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _or_none(need: str, holds: Callable[[Any], bool]) -> tuple[str, Callable[[Any], bool]]:
+    return f"{need} or None", lambda value: value is None or holds(value)
+
+
+_SIZE: tuple[str, Callable[[Any], bool]] = ("an int >= 1", lambda value: _is_int(value) and value >= 1)
+_POSITIVE: tuple[str, Callable[[Any], bool]] = ("a positive number", lambda value: _is_number(value) and value > 0)
+_FLAG: tuple[str, Callable[[Any], bool]] = ("true or false", lambda value: isinstance(value, bool))
+#: What each field must be by itself.
+_NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "hidden_size": _SIZE,
+    "num_heads": _SIZE,
+    "num_kv_heads": _SIZE,
+    "head_dim": _SIZE,
+    "v_head_dim": _SIZE,
+    "rope": _or_none("a RopeSpec", lambda value: isinstance(value, RopeSpec)),
+    "qk_norm": _or_none("a QKNorm", lambda value: isinstance(value, QKNorm)),
+    "window": _or_none(*_SIZE),
+    "dropout": ("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1),
+    "bias": _FLAG,
+    "output_bias": _FLAG,
+    "softcap": _or_none(*_POSITIVE),
+    "sinks": _FLAG,
+    "scale": _or_none(*_POSITIVE),
+}
+
+
+def problem_of(name: str, value: object) -> str:
+    """What is wrong with the value of a field of :class:`AttentionSpec` by itself; empty when nothing is."""
+    need, holds = _NEEDS[name]
+    got = repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    return "" if holds(value) else f"must be {need}, got {got}"

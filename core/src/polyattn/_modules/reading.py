@@ -1,0 +1,89 @@
+"""What a layer's forward reads from its scope: prepared attention and rotary tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn._backend import PreparedAttention
+from polyattn._modules.inputs import check_inputs, check_types
+from polyattn._modules.kind import Call
+from polyattn._rope import RotaryEmbedding, RotaryTables
+from polyattn._scope import AttentionScope
+from polyattn._tensors import autocast_dtype
+
+if TYPE_CHECKING:
+    from polyattn._modules.gqa import GroupedQueryAttention
+
+
+class Given(NamedTuple):
+    """The arguments of a forward, as :meth:`GroupedQueryAttention.forward` describes them."""
+
+    hidden: Tensor
+    positions: Tensor | None
+    kv_hidden: Tensor | None
+    kv_positions: Tensor | None
+    attention_bias: Tensor | None
+    return_lse: bool
+
+
+class Read(NamedTuple):
+    """What a forward reads from its scope, and the positions that it read with."""
+
+    prepared: PreparedAttention
+    tables: RotaryTables | None
+    context_tables: RotaryTables | None
+    positions: Tensor | None
+    kv_positions: Tensor | None
+
+
+def read_scope(layer: GroupedQueryAttention, scope: AttentionScope, given: Given) -> Read:
+    """Check the arguments of a forward and read the scope, which builds what it does not have yet.
+
+    A layer that follows one of the same kind in a forward finds what that one read by a single look-up.
+    """
+    hidden, positions, kv_hidden, kv_positions, bias, return_lse = given
+    check_types(scope, hidden, kv_hidden)
+    bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    low = autocast_dtype(hidden.device)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    asked = (layer.training, _needs_grad(layer, given), bias is not None, bias_grad, return_lse, deterministic)
+    context = None if kv_hidden is None else (kv_hidden.shape, kv_hidden.dtype, kv_hidden.device)
+    key = (layer.kind, _own(layer), hidden.shape, hidden.dtype, hidden.device, low, asked, context)
+    # A compiler would guard on the table, and compile again when it has grown.
+    compiling = torch.compiler.is_compiling()
+    found: Read | None = None if compiling else scope.memo.get(key)
+    if found is None or found.positions is not positions or found.kv_positions is not kv_positions:
+        check_inputs(layer.spec, scope, hidden, positions, kv_hidden, kv_positions)
+        dtype = hidden.dtype if low is None or hidden.dtype is torch.float64 else low
+        request = layer.kind.request(Call(hidden.shape[0], dtype, hidden.device, *asked))
+        layout = None if kv_hidden is None else scope.context_layout
+        prepared = scope.prepare(layer.backend, request, layout=layout, window=layer.spec.window)
+        tables = (_tables(layer.rotary, scope, positions), _tables(layer.rotary, scope, kv_positions))
+        found = Read(prepared, *tables, positions, kv_positions)
+        if not compiling:
+            scope.memo[key] = found
+    return found
+
+
+def _needs_grad(layer: GroupedQueryAttention, given: Given) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    if given.hidden.requires_grad:
+        return True
+    others = (given.kv_hidden, given.attention_bias, *layer.parameters())
+    return any(x is not None and x.requires_grad for x in others)
+
+
+def _own(layer: GroupedQueryAttention) -> RotaryEmbedding | None:
+    """The rotary embedding of a layer, unless it makes the tables that every layer of this kind makes."""
+    rotary = layer.rotary
+    if rotary is None or (rotary.spec is layer.spec.rope and rotary.sharing_key() is rotary.spec):
+        return None
+    return rotary
+
+
+def _tables(rotary: RotaryEmbedding | None, scope: AttentionScope, positions: Tensor | None) -> RotaryTables | None:
+    return None if rotary is None or positions is None else scope.rotary(rotary, positions)
