@@ -291,9 +291,13 @@ def test_all_that_is_wrong_is_said_at_once(kernels):
 )
 def test_what_torch_lacks_is_refused_with_the_provider_that_has_it(feature, asked):
     with stand_in("torch_varlen"):
-        text = reasons(options=FlashOptions("torch_varlen"), **asked)[f"torch_varlen_has_no_{feature}"]
-    assert text.endswith("use the provider flash_attn (pip install --no-build-isolation 'polyattn-fa2[flash-attn]'), "
-                         "or another backend")  # fmt: skip
+        found = reasons(options=FlashOptions("torch_varlen"), **asked)
+    assert list(found) == [f"torch_varlen_has_no_{feature}"]
+    (text,) = found.values()
+    assert text.startswith(f"{feature}: got {feature}")
+    assert text.endswith(
+        "use the provider flash_attn (pip install --no-build-isolation 'polyattn-fa2[flash-attn]'), or another backend"
+    )
 
 
 def test_torch_is_deterministic_only_when_all_of_torch_is(monkeypatch):

@@ -18,6 +18,7 @@ from polyattn import (
     StructuredMask,
     apply_sinks,
 )
+from polyattn._features import missing_abilities
 from polyattn_fa2 import providers
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
 from polyattn_fa2._sequences import Reach, Sequences, calls_of, from_blocks, from_validity, uniform
@@ -92,7 +93,11 @@ class FlashBackend(BackendBase):
 
     def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
         """Every reason, with what to do about each."""
-        reasons = super().unsupported(layout, request)
+        reasons = (
+            *self.device_reasons(request.device),
+            *missing_abilities(self.name, ABILITIES, layout, request),
+            *self.extra_reasons(layout, request),
+        )
         return tuple(r if r.hint else dataclasses.replace(r, hint=_HINTS.get(r.feature, "")) for r in reasons)
 
     def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
