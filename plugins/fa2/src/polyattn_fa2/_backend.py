@@ -21,7 +21,8 @@ from polyattn import (
 from polyattn._features import missing_abilities
 from polyattn_fa2 import providers
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
-from polyattn_fa2._sequences import Reach, Sequences, calls_of, from_blocks, from_validity, uniform
+from polyattn_fa2._pieces import Reach
+from polyattn_fa2._sequences import Sequences, calls_of, from_blocks, from_validity, uniform
 from polyattn_fa2.providers.base import MAX_WIDTH
 
 ABILITIES = frozenset(

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from polyattn_fa2 import providers
 from polyattn_fa2._packing import parts, ready, tokens_of, whole, with_column
-from polyattn_fa2._sequences import MAX_CALLS, Sequences, calls_of
+from polyattn_fa2._pieces import MAX_CALLS
+from polyattn_fa2._sequences import Sequences, calls_of
 from polyattn_fa2.providers.base import WIDTH_STEP
 
 _LSE_GRADIENT = (

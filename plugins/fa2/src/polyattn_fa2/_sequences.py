@@ -1,45 +1,20 @@
 """From blocks to sequences: the rows of queries and keys of each kernel call, and where sequences begin.
 
-A block is a row of ``MaskLayout.to_blocks()``: inside it query i sees key j iff ``d = i - j + shift`` (both counted
-from the block's start) satisfies ``d >= 0`` when causal and ``|d| < window``. The kernels know no shift: they put the
-last query of a sequence on its last key. So the queries of a block up to its last key form one sequence, with filler
-queries behind them where keys go on, and those beyond its last key another one, which only looks back. All sequences
-of a call share the same reach to the left and to the right; sequences that need another reach make another call. There
-are at most four.
+A call is a row of a small table on the host; offsets and rows of all calls are concatenated into five tensors, which
+move to the device. Nothing in them depends on the number of heads or on widths, so one table serves every layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Reach = tuple[int, int]
-EVERYTHING: Reach = (-1, -1)
-#: Causal, both ways, everything, and looking back only.
-MAX_CALLS = 4
+from polyattn_fa2._pieces import EVERYTHING, MAX_CALLS, Reach, pieces_by_reach
 
-
-class Piece(NamedTuple):
-    """One sequence.
-
-    Attributes:
-        q_start: first query, in rows of the flattened ``[B * Q]``.
-        queries: how many.
-        fillers: queries behind them that are there for alignment only.
-        k_start: first key, in rows of the flattened ``[B * K]``.
-        keys: how many.
-    """
-
-    q_start: int
-    queries: int
-    fillers: int
-    k_start: int
-    keys: int
+Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Call(NamedTuple):
@@ -139,11 +114,8 @@ def from_validity(kv_valid: Tensor, active: Tensor | None, *, q_len: int, batch:
     return Sequences(*lower(kv_valid, active, q_len, batch))
 
 
-Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
 def _lower(blocks: Tensor, window: int, q_len: int, kv_len: int, batch: int, repeat: bool) -> Tables:
-    groups = _grouped(_pieces(blocks.tolist(), None if window < 0 else window, q_len, kv_len))
+    groups = pieces_by_reach(blocks.tolist(), None if window < 0 else window, q_len=q_len, kv_len=kv_len)
     table = {reach: torch.tensor(pieces, dtype=torch.int64) for reach, pieces in groups.items()}
     if repeat:
         table = {reach: _repeated(pieces, batch, q_len, kv_len) for reach, pieces in table.items()}
@@ -187,71 +159,6 @@ def _unread_tables(*_: object) -> Tables:
 
 _lower_op.register_fake(_unread_tables)
 _lower_validity_op.register_fake(_unread_tables)
-
-
-class _Found(NamedTuple):
-    """A piece, and the reach that it needs.
-
-    ``reach`` is ``None`` for a single query that sees all keys of its piece: any call that reaches them can take it.
-    ``behind`` is how far a piece beyond its last key looks back, counted from its end; the left reach of its call
-    follows from all of them.
-    """
-
-    piece: Piece
-    reach: Reach | None
-    behind: int | None = None
-
-
-def _pieces(blocks: Iterable[Sequence[int]], window: int | None, q_len: int, kv_len: int) -> list[_Found]:
-    real = [tuple(block) for block in blocks if block[1] < block[2] and block[3] < block[4]]
-    if window is not None and all(window > _farthest(*block[1:6]) for block in real):
-        window = None
-    any_causal = any(block[6] for block in real)
-    found: list[_Found] = []
-    for row, q_start, q_stop, k_start, k_stop, shift, causal in real:
-        q0, k0 = row * q_len + q_start, row * kv_len + k_start
-        queries, keys = q_stop - q_start, k_stop - k_start
-        if queries == 1 or (window is None and not causal):
-            found.append(_Found(Piece(q0, queries, 0, k0, keys), None if queries == 1 else EVERYTHING))
-            continue
-        # A block whose keys all lie behind its queries is causal or not as it suits the others.
-        looks_back = bool(causal) or (any_causal and shift >= keys - 1)
-        head = min(queries, max(0, keys - shift))
-        if head:
-            reach = -1 if window is None else window - 1
-            fillers = keys - shift - head
-            found.append(_Found(Piece(q0, head, fillers, k0, keys), (reach, 0 if looks_back else reach)))
-        if head == queries:
-            continue
-        tail, first = queries - head, 0 if window is None else max(0, head + shift - window + 1)
-        piece = Piece(q0 + head, tail, 0, k0 + first, keys - first)
-        if window is None:
-            found.append(_Found(piece, None if tail == 1 else EVERYTHING))
-        else:
-            gap = head + shift - keys
-            found.append(_Found(piece, None, window - 1 - gap - tail) if tail > 1 else _Found(piece, None))
-    return found
-
-
-def _farthest(q_start: int, q_stop: int, k_start: int, k_stop: int, shift: int) -> int:
-    return max(q_stop - q_start - 1 + shift, k_stop - k_start - 1 - shift)
-
-
-def _grouped(found: list[_Found]) -> dict[Reach, list[Piece]]:
-    """The pieces of each call, sorted by query."""
-    groups: dict[Reach, list[Piece]] = defaultdict(list)
-    # Query i' of a tail stands `left + fillers` places before what the last query sees first: all share the least left.
-    left = min((x.behind for x in found if x.behind is not None), default=0)
-    for piece, reach, behind in found:
-        if behind is not None:
-            groups[left, -1].append(piece._replace(fillers=behind - left))
-        elif reach is not None:
-            groups[reach].append(piece)
-    for piece, reach, behind in found:
-        if reach is None and behind is None:
-            takes_it = (r for r in groups if r[0] < 0 or r[0] >= piece.keys - 1)
-            groups[next(takes_it, EVERYTHING)].append(piece)
-    return {reach: sorted(pieces) for reach, pieces in groups.items()}
 
 
 def _repeated(pieces: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor:
