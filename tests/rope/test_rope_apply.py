@@ -242,6 +242,7 @@ def test_the_pairing_has_no_default():
         apply_rotary(X, X, GOOD)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's own forward-mode formulas
 def test_forward_mode_through_the_tables_of_long_sequences_is_refused(monkeypatch):
     from polyattn._rope import rotate
 

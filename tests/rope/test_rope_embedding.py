@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from polyattn import AttentionInputError, RopeConfigError, RopeSpec, RotaryEmbedding, rope_variants
+from polyattn import AttentionInputError, RopeConfigError, RopeSpec, RotaryEmbedding, apply_rotary, rope_variants
+from polyattn.testing.checks.host_reads import forbid_host_reads
 
 PLAIN = RopeSpec(
     variant="default",
@@ -79,6 +80,13 @@ def test_neighbouring_positions_stay_apart_under_autocast(embedding, positions):
     assert cast.cos.dtype is torch.float32
     assert torch.equal(cast.cos, plain.cos)
     assert len(torch.cat((cast.cos, cast.sin), -1)[0].unique(dim=0)) == positions.numel()
+
+
+def test_no_value_is_read_on_the_host(embedding):
+    x, positions = torch.randn(1, 2, 5, 8), torch.arange(5)[None]
+    with forbid_host_reads("the rotation"):
+        apply_rotary(x, x, embedding(positions), interleaved=False)
+        RotaryEmbedding(LONG)(positions, length=17)
 
 
 @pytest.mark.parametrize("harm", ["bfloat16", "half", "float", "double"])
