@@ -4,7 +4,15 @@ import pickle
 
 import pytest
 
-from polyattn import AttentionConfig, ConfigError, RopeConfigError, UnknownBackendError
+from polyattn import (
+    AttentionConfig,
+    AttentionSpec,
+    ConfigError,
+    QKNorm,
+    RopeConfigError,
+    UnknownBackendError,
+    UnsupportedAttentionError,
+)
 
 ROPE = {
     "schema_version": 1,
@@ -14,7 +22,7 @@ ROPE = {
     "rotary_dim": 8,
     "interleaved": False,
     "max_position": 64,
-    "original_max_position": 64,
+    "original_max_position": None,
     "parameters": {},
     "axes": None,
 }
@@ -63,8 +71,8 @@ def test_several_faults_are_one_error_that_lists_them_all():
     text = str(caught.value)
     assert "has 3 faults" in text
     assert "spda" in text
-    assert "window: must be an int >= 1 or null, got 0" in text
-    assert "groups[0].window: must be an int >= 1 or null, got 'wide'" in text
+    assert "window: must be an int >= 1 or None, got 0" in text
+    assert "groups[0].window: must be an int >= 1 or None, got 'wide'" in text
 
 
 def test_sequence_parallelism_is_refused_when_the_config_is_built():
@@ -110,3 +118,134 @@ def test_a_yaml_file_is_read(tmp_path):
     path = tmp_path / "attention.yaml"
     path.write_text("attn_backend: sdpa\nwindow: 8\n")
     assert AttentionConfig.from_yaml(path).layer(3).window == 8
+
+
+NORM = {"position": "before", "scope": "head", "weighted": True, "eps": 1e-6}
+SIZES = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
+
+
+def test_every_field_of_a_layer_can_be_set_and_overridden():
+    values = {
+        "dropout": 0.1,
+        "bias": True,
+        "output_bias": True,
+        "softcap": 20.0,
+        "sinks": True,
+        "scale": 0.5,
+        "qk_norm": NORM,
+        "window": 3,
+    }
+    config = AttentionConfig.from_dict(
+        {
+            "attn_backend": "eager",
+            **values,
+            "groups": [
+                {
+                    "layers": [1],
+                    **dict.fromkeys(("qk_norm", "window", "softcap", "scale")),
+                    "dropout": 0.0,
+                    "bias": False,
+                    "output_bias": False,
+                    "sinks": False,
+                }
+            ],
+        }
+    )
+    first, second = config.layer(0), config.layer(1)
+    assert {name: getattr(first, name) for name in values} == {**values, "qk_norm": QKNorm(**NORM)}
+    assert second == type(second)(backend=first.backend)
+
+
+def test_a_config_with_sizes_builds_whole_layers():
+    config = AttentionConfig(
+        attn_backend="sdpa",
+        rope=ROPE,
+        qk_norm=NORM,
+        window=4,
+        groups=[{"layers": "5::6", "window": None, "attn_backend": "eager"}],
+        **SIZES,
+    )
+    layers = [config.layer(index).build() for index in range(6)]
+    assert [layer.backend.name for layer in layers] == ["sdpa"] * 5 + ["eager"]
+    assert [layer.spec.window for layer in layers] == [4] * 5 + [None]
+    assert layers[0].spec.head_dim == layers[0].spec.v_head_dim == 8
+    assert layers[0].q_norm.weight.shape == (8,)
+
+
+def test_a_config_without_sizes_says_so_when_a_structure_is_asked_for():
+    with pytest.raises(ConfigError, match="hidden_size, num_heads, num_kv_heads must be given"):
+        AttentionConfig().layer(0).spec  # noqa: B018
+
+
+def test_fields_that_contradict_each_other_are_found_in_every_group():
+    with pytest.raises(ConfigError) as caught:
+        AttentionConfig(attn_backend="eager", rope=ROPE, **{**SIZES, "num_kv_heads": 3}, head_dim=16)
+    assert "num_heads=4 and num_kv_heads=3; rope.head_dim must equal head_dim, got rope.head_dim=8" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"groups\[0\]: rope.head_dim must equal head_dim"):
+        AttentionConfig(rope=ROPE, **SIZES, groups=[{"layers": [0]}, {"layers": [1], "head_dim": 4}][1:])
+    with pytest.raises(ConfigError, match="num_kv_heads must be given"):
+        AttentionConfig(hidden_size=32, num_heads=4)
+    with pytest.raises(ConfigError, match="give head_dim"):
+        AttentionConfig(**{**SIZES, "hidden_size": 30})
+
+
+def test_what_a_backend_cannot_do_for_a_group_is_an_error_of_the_config_with_all_reasons():
+    with pytest.raises(UnsupportedAttentionError) as caught:
+        AttentionConfig(attn_backend="sdpa", softcap=20.0, **SIZES)
+    assert [reason.feature for reason in caught.value.reasons] == ["softcap"]
+    groups = [{"layers": [0], "attn_backend": "sdpa"}, {"layers": [1], "window": 0}]
+    with pytest.raises(ConfigError) as several:
+        AttentionConfig(attn_backend="eager", softcap=20.0, **SIZES, groups=groups)
+    assert "has 2 faults" in str(several.value)
+    assert "groups[0]: backend 'sdpa' cannot do this attention" in str(several.value)
+    assert "groups[1].window: must be an int >= 1 or None, got 0" in str(several.value)
+
+
+def test_a_fault_that_groups_inherit_is_said_once():
+    with pytest.raises(ConfigError) as caught:
+        AttentionConfig(**{**SIZES, "num_kv_heads": 3}, groups=[{"layers": [0], "window": 2}])
+    assert str(caught.value).count("num_kv_heads=3") == 1
+
+
+def test_a_serving_target_is_asked_about_every_group():
+    config = {"rope": ROPE, "qk_norm": NORM, **SIZES, "serving_target": "sglang_dflash"}
+    assert AttentionConfig.from_dict(config).serving_target == "sglang_dflash"
+    groups = [{"layers": [1], "qk_norm": {**NORM, "position": "after"}}, {"layers": [2], "sinks": True, "scale": 0.1}]
+    with pytest.raises(ConfigError) as caught:
+        AttentionConfig.from_dict({**config, "groups": groups})
+    text = str(caught.value)
+    assert "groups[0]: serving_target 'sglang_dflash' cannot serve this attention" in text
+    assert "a norm after the rotation" in text
+    assert "groups[1]: serving_target" in text
+    assert "sinks" in text
+    assert "scale 0.1" in text
+
+
+def test_a_serving_target_needs_sizes_and_must_be_known():
+    with pytest.raises(
+        ConfigError, match="serving_target must come with the sizes hidden_size, num_heads, num_kv_heads"
+    ):
+        AttentionConfig(serving_target="sglang_dflash")
+    with pytest.raises(ConfigError, match="serving_target must be one of sglang_dflash, sglang_eagle"):
+        AttentionConfig(serving_target="vllm", **SIZES)
+
+
+def test_an_export_writes_all_layers_and_asks_the_target_again():
+    config = AttentionConfig(rope=ROPE, qk_norm=NORM, **SIZES, window=16, groups=[{"layers": "2::3", "window": None}])
+    written = config.to_hf("qwen3", layers=6)
+    assert written["layer_types"] == ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    assert [AttentionSpec.from_hf(written, layer=i) for i in range(6)] == [config.layer(i).spec for i in range(6)]
+    object.__setattr__(config, "serving_target", "sglang_eagle")  # a target that changed its mind after the config
+    with pytest.raises(ConfigError, match="'sglang_eagle' cannot serve this attention:\n  - window"):
+        config.to_hf("qwen3", layers=6)
+    with pytest.raises(ConfigError, match="layers must be the number of layers, an int >= 1, got 0"):
+        config.to_hf("qwen3", layers=0)
+
+
+def test_two_ropes_are_exported_by_layer_type_or_refused():
+    groups = [{"layers": "1::2", "window": None, "rope": {**ROPE, "theta": 1e6}}]
+    config = AttentionConfig(rope=ROPE, qk_norm=NORM, **SIZES, window=16, groups=groups)
+    written = config.to_hf("gemma3_text", layers=4)
+    assert [AttentionSpec.from_hf(written, layer=i) for i in range(4)] == [config.layer(i).spec for i in range(4)]
+    with pytest.raises((ConfigError, RopeConfigError)):
+        config.to_hf("qwen3", layers=4)

@@ -1,16 +1,16 @@
-"""Attention as a training config names it: backend, options, rotary spec and window, with overrides for layer groups.
+"""Attention as a training config names it: backend, options and structure, with overrides for groups of layers.
 
 ::
 
     attn_backend: sdpa
     rope: {schema_version: 1, variant: default, theta: 10000.0, ...}
-    window: null
+    qk_norm: {position: before, scope: head, weighted: true, eps: 1.0e-6}
+    window: 512
     groups:
-      - {layers: "0::6", window: null}
-      - {layers: [1, 2, 3, 4, 5], window: 512, attn_backend: flex_attention}
+      - {layers: "5::6", window: null, attn_backend: flex_attention}
 
-Everything is checked when the config is built: names, loading, options, rotary parameters and, with a
-``serving_target``, what the serving engine can read. One error lists all that is wrong.
+Everything is checked when the config is built: names, loading, options and every field; with the sizes also what the
+backends cannot do, and with a ``serving_target`` what the engine cannot read. One error lists all that is wrong.
 """
 
 from __future__ import annotations
@@ -20,49 +20,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import yaml
 
 from polyattn._backend import AttentionBackend
-from polyattn._errors import ConfigError, PolyattnError
+from polyattn._errors import ConfigError, PolyattnError, UnsupportedAttentionError
+from polyattn._modules import QKNorm
+from polyattn._modules.groups import LayerGroup, layer_group
+from polyattn._modules.hf import check_count, write_specs
+from polyattn._modules.kind import layer_kind
+from polyattn._modules.layer import LayerAttention
+from polyattn._modules.serving import require_servable
+from polyattn._modules.spec import problem_of
 from polyattn._rope import RopeSpec
 from polyattn._select import resolve_backend
 
 _T = TypeVar("_T")
+_SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerAttention:
-    """What one layer uses, overrides applied.
-
-    Attributes:
-        backend: the resolved backend object.
-        rope: the rotary spec, or ``None`` for none.
-        window: keys that a query sees, itself included, or ``None`` for all.
-    """
-
-    backend: AttentionBackend
-    rope: RopeSpec | None
-    window: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerGroup:
-    """Overrides for some layers; a field that is not in ``overrides`` keeps the config's own value.
-
-    Attributes:
-        layers: indices, or a slice in Python's notation (``"5::6"``: every sixth layer from the sixth on).
-        overrides: any of ``attn_backend``, ``backend_options``, ``rope``, ``window``.
-    """
-
-    layers: tuple[int, ...] | str
-    overrides: Mapping[str, Any]
-
-    def covers(self, layer: int) -> bool:
-        """Whether the group speaks of layer ``layer``."""
-        if isinstance(self.layers, str):
-            start, stop, step = _slice(self.layers)
-            return layer >= start and (stop is None or layer < stop) and (layer - start) % step == 0
-        return layer in self.layers
+_LAYER_FIELDS = (
+    *("attn_backend", "backend_options"),
+    *(field.name for field in dataclasses.fields(LayerAttention) if field.name != "backend"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +54,18 @@ class AttentionConfig:
         backend_options: options of that backend.
         rope: a :class:`RopeSpec`, its canonical dictionary, a transformers rope dictionary with ``head_dim`` beside it,
             or ``None``.
+        qk_norm: a :class:`QKNorm`, its dictionary, or ``None``.
         window: keys that a query sees, itself included, or ``None``.
+        dropout, bias, output_bias, softcap, sinks, scale: see :class:`AttentionSpec`.
+        hidden_size, num_heads, num_kv_heads, head_dim, v_head_dim: sizes, for a config that says them. Then whole
+            layers can be built from it, and what a backend cannot do for them is an error of the config.
+        serving_target: the engine that will serve the model; see :func:`polyattn.check_servable`. Needs the sizes.
         groups: overrides for groups of layers; later groups win. Each is a mapping with ``layers`` and the fields to
             override.
 
     Raises:
-        ConfigError, UnknownBackendError, BackendLoadError, RopeConfigError, ...: the fault, when there is one.
+        ConfigError, UnknownBackendError, BackendLoadError, RopeConfigError, UnsupportedAttentionError, ...: the fault,
+            when there is one.
         ConfigError: all faults in one message, when there are several.
     """
 
@@ -88,6 +74,20 @@ class AttentionConfig:
     rope: RopeSpec | Mapping[str, Any] | None = None
     window: int | None = None
     groups: Sequence[LayerGroup | Mapping[str, Any]] = ()
+    _: dataclasses.KW_ONLY
+    qk_norm: QKNorm | Mapping[str, Any] | None = None
+    dropout: float = 0.0
+    bias: bool = False
+    output_bias: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
+    hidden_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    serving_target: str | None = None
     _default: LayerAttention = dataclasses.field(init=False, repr=False, compare=False)
     _resolved: tuple[LayerAttention, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -95,18 +95,25 @@ class AttentionConfig:
         faults = _Faults()
         no_groups: tuple[LayerGroup, ...] = ()
         groups = faults.catch("groups", self._checked_groups, no_groups)
-        own = {field: getattr(self, field) for field in _LAYER_FIELDS}
-        default = LayerAttention(**faults.resolved("", own))
-        resolved = [
-            dataclasses.replace(default, **faults.resolved(f"groups[{i}].", self._overrides(group)))
-            for i, group in enumerate(groups)
+        own = {name: getattr(self, name) for name in _LAYER_FIELDS}
+        layers = [_read_fields(own, "", faults)]
+        layers += [
+            {**layers[0], **_read_fields(self._overrides(group), f"groups[{index}].", faults)}
+            for index, group in enumerate(groups)
         ]
+        resolved = []
+        for where, fields in zip(("", *(f"groups[{index}]" for index in range(len(groups)))), layers, strict=True):
+            if _FAULTY not in fields.values():
+                layer = LayerAttention(**fields)
+                faults.catch(where, lambda layer=layer: self._check_whole(layer), None)  # type: ignore[misc]
+                resolved.append(layer)
         faults.raise_all()
-        for name, value in (("rope", default.rope), ("groups", groups)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "rope", resolved[0].rope)
+        object.__setattr__(self, "qk_norm", resolved[0].qk_norm)
+        object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "backend_options", dict(self.backend_options))
-        object.__setattr__(self, "_default", default)
-        object.__setattr__(self, "_resolved", tuple(resolved))
+        object.__setattr__(self, "_default", resolved[0])
+        object.__setattr__(self, "_resolved", tuple(resolved[1:]))
 
     def layer(self, index: int) -> LayerAttention:
         """What layer ``index`` uses: the last group that covers it, else the config itself."""
@@ -115,6 +122,25 @@ class AttentionConfig:
             if isinstance(group, LayerGroup) and group.covers(index):
                 found = resolved
         return found
+
+    def to_hf(self, model_type: str, *, layers: int) -> dict[str, Any]:
+        """Write the attention part of a transformers configuration; see :meth:`AttentionSpec.to_hf`.
+
+        Args:
+            model_type: the class that will read it.
+            layers: how many layers the model has.
+
+        Raises:
+            ConfigError: a size is missing, the ``serving_target`` cannot serve a layer, or the class would read one
+                otherwise.
+            RopeConfigError: the class cannot carry a rotary spec.
+        """
+        check_count(layers)
+        specs = [self.layer(index).spec for index in range(layers)]
+        for spec in dict.fromkeys(specs):
+            if self.serving_target is not None:
+                require_servable(spec, self.serving_target)
+        return write_specs(specs, model_type)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionConfig:
@@ -157,47 +183,63 @@ class AttentionConfig:
             fields["attn_backend"] = self.attn_backend
         return fields
 
+    def _check_whole(self, layer: LayerAttention) -> None:
+        """Refuse fields that contradict each other, and what backend or serving engine cannot do with them."""
+        if all(getattr(layer, name) is None for name in _SIZES):
+            if self.serving_target is not None:
+                raise ConfigError(f"serving_target must come with the sizes {', '.join(_SIZES[:3])}, got none of them")
+            return
+        spec = layer.spec
+        reasons = layer_kind(layer.backend, spec).refusals(torch.float32, None)
+        if reasons:
+            raise UnsupportedAttentionError(layer.backend.name, reasons)
+        if self.serving_target is not None:
+            require_servable(spec, self.serving_target)
+
     def _checked_groups(self) -> tuple[LayerGroup, ...]:
         if isinstance(self.groups, (str, Mapping)) or not isinstance(self.groups, Sequence):
             raise ConfigError(f"groups must be a list of mappings, got {type(self.groups).__name__}")
-        return tuple(_group(group, index) for index, group in enumerate(self.groups))
-
-
-_LAYER_FIELDS = ("attn_backend", "backend_options", "rope", "window")
+        return tuple(layer_group(group, index, _LAYER_FIELDS) for index, group in enumerate(self.groups))
 
 
 class _Faults:
     """Collects what is wrong, so that one error can say all of it."""
 
     def __init__(self) -> None:
-        self.found: list[PolyattnError] = []
+        self.found: dict[str, PolyattnError] = {}
 
     def catch(self, where: str, build: Callable[[], _T], otherwise: _T) -> _T:
         try:
             return build()
         except PolyattnError as error:
-            error.args = (f"{where}: {error}", *error.args[1:])
-            self.found.append(error)
+            fault = str(error)
+            if where:
+                error.args = (f"{where}: {error}", *error.args[1:])
+            self.found.setdefault(fault, error)  # a group that inherits a fault adds nothing
             return otherwise
 
-    def resolved(self, where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a :class:`LayerAttention` that ``fields`` speaks of."""
-        builders: dict[str, Callable[[], Any]] = {}
-        if "attn_backend" in fields:
-            builders["backend"] = lambda: _backend(fields["attn_backend"], fields["backend_options"])
-        if "rope" in fields:
-            builders["rope"] = lambda: _rope(fields["rope"])
-        if "window" in fields:
-            builders["window"] = lambda: _window(fields["window"])
-        names = {"backend": "attn_backend"}
-        return {name: self.catch(f"{where}{names.get(name, name)}", build, None) for name, build in builders.items()}
-
     def raise_all(self) -> None:
-        if len(self.found) == 1:
-            raise self.found[0]
-        if self.found:
-            lines = "\n".join(f"  - {error}" for error in self.found)
-            raise ConfigError(f"the attention config has {len(self.found)} faults:\n{lines}") from self.found[0]
+        errors = list(self.found.values())
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            lines = "\n".join(f"  - {error}" for error in errors)
+            raise ConfigError(f"the attention config has {len(errors)} faults:\n{lines}") from errors[0]
+
+
+_FAULTY: Any = object()
+
+
+def _read_fields(fields: Mapping[str, Any], where: str, faults: _Faults) -> dict[str, Any]:
+    """The fields of a :class:`LayerAttention` that ``fields`` speaks of, ``_FAULTY`` where one is wrong."""
+    resolved = {}
+    for name, value in fields.items():
+        if name == "attn_backend":
+            options = fields["backend_options"]
+            resolved["backend"] = faults.catch(f"{where}{name}", lambda: _backend(value, options), _FAULTY)  # noqa: B023
+        elif name != "backend_options":
+            resolved[name] = faults.catch(f"{where}{name}", lambda: _field(name, value), _FAULTY)  # noqa: B023
+    return resolved
 
 
 def _backend(name: Any, options: Any) -> AttentionBackend:
@@ -218,45 +260,12 @@ def _rope(value: Any) -> RopeSpec | None:
     return RopeSpec.from_hf(dict(value))
 
 
-def _window(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    raise ConfigError(f"must be an int >= 1 or null, got {value!r}")
-
-
-def _group(value: LayerGroup | Mapping[str, Any], index: int) -> LayerGroup:
-    if isinstance(value, LayerGroup):
-        return value
-    if not isinstance(value, Mapping) or "layers" not in value:
-        raise ConfigError(f"groups[{index}] must be a mapping with 'layers', got {value!r}")
-    unknown = [key for key in value if key != "layers" and key not in _LAYER_FIELDS]
-    if unknown:
-        raise ConfigError(
-            f"unknown key {', '.join(map(repr, unknown))} in groups[{index}]; "
-            f"the keys are layers, {', '.join(_LAYER_FIELDS)}"
-        )
-    layers = value["layers"]
-    if isinstance(layers, str):
-        _slice(layers)
-    elif isinstance(layers, Sequence) and all(
-        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers
-    ):
-        layers = tuple(layers)
-    else:
-        raise ConfigError(
-            f"groups[{index}].layers must be a list of indices >= 0 or a slice such as '5::6', got {layers!r}"
-        )
-    return LayerGroup(layers, {key: value[key] for key in value if key != "layers"})
-
-
-def _slice(text: str) -> tuple[int, int | None, int]:
-    parts = text.split(":")
-    try:
-        numbers = [int(part) if part.strip() else None for part in parts]
-    except ValueError:
-        numbers = []
-    start, stop, step = (*numbers, None, None, None)[:3] if 2 <= len(numbers) <= 3 else (-1, None, None)
-    start, step = (0 if start is None else start), (1 if step is None else step)
-    if start < 0 or step < 1 or (stop is not None and stop < 0):
-        raise ConfigError(f"layers must be a slice 'start:stop:step' of non-negative numbers, got {text!r}")
-    return start, stop, step
+def _field(name: str, value: Any) -> Any:
+    if name == "rope":
+        return _rope(value)
+    if name == "qk_norm" and value is not None and not isinstance(value, QKNorm):
+        return QKNorm.from_dict(value)
+    problem = "" if name in _SIZES and value is None else problem_of(name, value)
+    if problem:
+        raise ConfigError(problem)
+    return value

@@ -107,6 +107,12 @@ def read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
     )
 
 
+def check_count(layers: object) -> None:
+    """Refuse anything but a number of layers."""
+    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        raise ConfigError(f"layers must be the number of layers, an int >= 1, got {layers!r}")
+
+
 def write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, Any]:
     """The attention part of a configuration, read back to make sure of it; see :meth:`AttentionSpec.to_hf`.
 

@@ -183,11 +183,10 @@ class AttentionSpec:
                 named.
             RopeConfigError: the class cannot carry the rotary spec, for instance because it pairs other channels.
         """
-        from polyattn._modules.hf import write_specs
+        from polyattn._modules.hf import check_count, write_specs
         from polyattn._modules.serving import require_servable
 
-        if not _is_int(layers) or layers < 1:
-            raise ConfigError(f"layers must be the number of layers, an int >= 1, got {layers!r}")
+        check_count(layers)
         if serving_target is not None:
             require_servable(self, serving_target)
         return write_specs([self] * layers, model_type)
