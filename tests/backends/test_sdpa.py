@@ -267,6 +267,15 @@ def test_eight_segmentations_compile_to_two_graphs():
     assert counter.frame_count <= 2
 
 
+def test_one_tensor_may_be_both_keys_and_values_in_a_compiled_function():
+    q, k, _ = tensors(grad=True)
+    prepared = prepare(MaskLayout.packed([2, 4]), q, k, k)
+    compiled = torch.compile(lambda q, k: prepared(q, k, k).output, fullgraph=True, backend="aot_eager")
+    got, want = compiled(q, k), prepared(q, k, k).output
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), k), torch.autograd.grad(want.sum(), k))
+
+
 class Watch(TorchDispatchMode):
     def __init__(self):
         self.names = []

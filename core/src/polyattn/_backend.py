@@ -152,12 +152,15 @@ class PreparedAttention:
                 "torch.use_deterministic_algorithms(True) was set after prepare; make the request with "
                 "deterministic=True (AttentionRequest.of reads it off torch) and prepare again"
             )
-        if self._first_order and not torch.compiler.is_compiling():
-            _derivatives.refuse_transforms(self.backend.name)
-            result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
-            _derivatives.refuse_second_order(self.backend.name, result.output, result.lse)
-            return result
-        return self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
+        if torch.compiler.is_compiling():
+            # Dynamo refuses an autograd function that gets one tensor twice, as when k is v.
+            return self.backend.attend(q, k.view_as(k), v.view_as(v), self, bias=bias, sinks=sinks)
+        if not self._first_order:
+            return self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
+        _derivatives.refuse_transforms(self.backend.name)
+        result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
+        _derivatives.refuse_second_order(self.backend.name, result.output, result.lse)
+        return result
 
 
 def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
