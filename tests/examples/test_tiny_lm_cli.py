@@ -8,6 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 import polyattn
+from polyattn._discovery import BACKENDS
+from polyattn._names import FIRST_PARTY
 from tiny_lm import checkpoint, report
 from tiny_lm.cli import commands
 from tiny_lm.report import Report, largest_difference
@@ -63,7 +65,6 @@ def test_resume_on_the_command_line_gives_the_uninterrupted_curve(tiny_lm, setti
 BAD_CONFIGS = {
     "misspelt backend": ({"attn_backend": "sdap"}, ["sdap", "sdpa", "eager"]),
     "sequence parallelism": ({"attn_backend": "usp"}, ["usp", "sequence parallelism", "sdpa"]),
-    "known backend that is not installed": ({"attn_backend": "flex_attention"}, ["pip install polyattn-flex"]),
     "backend of a wrong type": ({"attn_backend": 3}, ["attn_backend", "3"]),
     "unknown key": ({"optimizer": {}}, ["optimizer is unknown, did you mean optimiser?"]),
     "misspelt attention key": ({"attn_backnd": "sdpa"}, ["attn_backnd is unknown, did you mean attn_backend?"]),
@@ -96,6 +97,15 @@ def test_a_bad_config_is_one_message_and_writes_nothing(tiny_lm, settings, write
         for part in said:
             assert part in message, f"{part!r} in {message!r}"
         assert not out.exists()
+
+
+def test_a_known_backend_that_is_not_installed_comes_with_its_pip_command(
+    tiny_lm, settings, write_config, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(FIRST_PARTY[BACKENDS], "absent", "polyattn-absent")
+    message = refused(tiny_lm("train", write_config(settings | {"attn_backend": "absent"}), "--out", tmp_path / "out"))
+    assert "`pip install polyattn-absent` brings it" in message
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_rope_variant_is_refused_with_the_closest_name(tiny_lm, settings, write_config, tmp_path):
