@@ -30,6 +30,7 @@ def test_ten_steps_under_bf16_autocast_have_the_losses_of_eager():
     for backend in ("eager", "fa"):
         settings = config.load(CONFIG, attn_backend=backend)
         small = {
+            "attention": dataclasses.replace(settings.attention, hidden_size=64),
             "device": "cpu",
             "model": dataclasses.replace(settings.model, layers=2, hidden_size=64),
             "data": config.DataConfig(rows=2, row_length=96),

@@ -42,7 +42,7 @@ def test_uncompiled_it_trains_on_a_cpu_with_the_losses_of_eager():
     for backend, options in (("eager", {}), ("flex_attention", {"compiled": False})):
         settings = config.load(CONFIG, attn_backend=backend)
         small = {
-            "attention": dataclasses.replace(settings.attention, backend_options=options),
+            "attention": dataclasses.replace(settings.attention, backend_options=options, hidden_size=64),
             "device": "cpu",
             "model": dataclasses.replace(settings.model, layers=2, hidden_size=64),
             "data": config.DataConfig(rows=2, row_length=96),

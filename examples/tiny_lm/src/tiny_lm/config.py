@@ -94,9 +94,21 @@ def load(path: Path, *, attn_backend: str | None = None, steps: int | None = Non
     given = {"attn_backend": attn_backend, "steps": steps}
     content |= {key: value for key, value in given.items() if value is not None}
 
+    shared = {field.name for field in dataclasses.fields(ModelConfig)}
     attention_keys = [field.name for field in dataclasses.fields(AttentionConfig) if field.init]
+    attention_keys = [name for name in attention_keys if name not in shared]
     attention = {key: content.pop(key) for key in attention_keys if key in content}
+    attention |= _shared(content.get("model"))
     return _section(RunConfig, content, "", attention_keys, attention=lambda: AttentionConfig.from_dict(attention))
+
+
+def _shared(model: object) -> dict[str, Any]:
+    """What the attention config needs of the section ``model``; nothing while something is wrong with that."""
+    try:
+        sizes = _section(ModelConfig, model, "")
+    except ConfigError:
+        return {}
+    return {name: value for name, value in dataclasses.asdict(sizes).items() if name not in {"layers", "mlp_size"}}
 
 
 def _section(

@@ -12,7 +12,7 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyattn import AttentionConfig, AttentionScope, GroupedQueryAttention, MaskLayout
+from polyattn import AttentionConfig, AttentionScope, MaskLayout
 from tiny_lm.config import ModelConfig
 from tiny_lm.data import VOCABULARY
 
@@ -37,18 +37,8 @@ class Layer(nn.Module):
 
     def __init__(self, model: ModelConfig, attention: AttentionConfig, index: int) -> None:
         super().__init__()
-        own = attention.layer(index)
         self.attention_norm = nn.RMSNorm(model.hidden_size, eps=1e-6)
-        self.attention = GroupedQueryAttention(
-            model.hidden_size,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            rope=own.rope,
-            window=own.window,
-            dropout=model.dropout,
-            backend=own.backend,
-        )
+        self.attention = attention.layer(index).build()
         self.mlp_norm = nn.RMSNorm(model.hidden_size, eps=1e-6)
         self.mlp = SwiGLU(model.hidden_size, model.mlp_size)
 

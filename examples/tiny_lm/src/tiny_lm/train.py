@@ -105,22 +105,26 @@ class Run:
             UnsupportedAttentionError: a backend cannot run or train this; carries all its reasons.
             ConfigError: there is no such device.
         """
-        config, model = self.config, self.config.model
+        config = self.config
         layout = MaskLayout.packed(self.rows.batch(0).lengths)
-        request = AttentionRequest(
-            batch=config.data.rows,
-            heads=model.num_heads,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            v_head_dim=model.head_dim,
-            dtype=self._dtype(),
-            device=torch.device(config.device),
-            dropout_p=model.dropout,
-            training=True,
-            needs_grad=True,
-        )
-        for layer in {config.attention.layer(index) for index in range(model.layers)}:
-            reasons = layer.backend.unsupported(layout.with_window(layer.window), request)
+        for layer in {config.attention.layer(index) for index in range(config.model.layers)}:
+            spec = layer.spec
+            request = AttentionRequest(
+                batch=config.data.rows,
+                heads=spec.num_heads,
+                kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                v_head_dim=spec.v_head_dim,
+                dtype=self._dtype(),
+                device=torch.device(config.device),
+                scale=spec.scale,
+                dropout_p=spec.dropout,
+                training=True,
+                softcap=spec.softcap,
+                has_sinks=spec.sinks,
+                needs_grad=True,
+            )
+            reasons = layer.backend.unsupported(layout.with_window(spec.window), request)
             if reasons:
                 raise UnsupportedAttentionError(layer.backend.name, reasons)
         if config.device == "cuda" and not torch.cuda.is_available():
@@ -132,9 +136,8 @@ class Run:
         sections = {name: dataclasses.asdict(getattr(config, name)) for name in ("model", "data", "optimiser")}
         identity = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
         for index in range(config.model.layers):
-            layer = config.attention.layer(index)
-            identity[f"rope of layer {index}"] = layer.rope and layer.rope.to_dict()
-            identity[f"window of layer {index}"] = layer.window
+            for name, value in config.attention.layer(index).spec.to_dict().items():
+                identity[f"{name} of layer {index}"] = value
         return identity | {"seed": config.seed, "text": self.rows.digest()}
 
 
