@@ -395,6 +395,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ),
         (v4(dual_chunk_attention_config={"chunk_size": 8}), "dual_chunk_attention_config is not supported"),
         (v4(layer_rope_theta=[10000.0, 0, 5e5]), "layer_rope_theta gives layers other bases, [10000.0, 500000.0]"),
+        ({"model_type": "llama4", "text_config": PLAIN}, "it is a composite; read the configuration of its text part"),
         (GEMMA3, "layer_type must be one of full_attention, sliding_attention, got None"),
         (42, "config must be a transformers configuration or its dictionary, got int"),
     ],

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from polyattn import RopeConfigError, RopeSpec, RotaryEmbedding, rope_variants
-from polyattn._rope import RopeFrequencies
+from polyattn import RopeConfigError, RopeFrequencies, RopeSpec, RotaryEmbedding, rope_variants
 from polyattn.testing import RopeConformance
 
 

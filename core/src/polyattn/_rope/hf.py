@@ -11,7 +11,16 @@ from typing import Any
 
 from polyattn._errors import RopeConfigError
 from polyattn._rope.axes import RopeAxes
-from polyattn._rope.hf_classes import PAIRS, class_axes, class_pairing, classes, fault, model_class, reordered
+from polyattn._rope.hf_classes import (
+    PAIRS,
+    class_axes,
+    class_head_dim,
+    class_pairing,
+    classes,
+    fault,
+    model_class,
+    reordered,
+)
 from polyattn._rope.spec import RopeSpec
 
 #: Keys of our canonical forms that no transformers dictionary has: one that carries them is not what it says it is.
@@ -48,8 +57,6 @@ _AT_THE_TOP = {
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct", "rope_pct"),
     _ORIGINAL: (_ORIGINAL,),
 }
-#: Where classes keep the width of a head; ``global_head_dim`` is Gemma 4's for full attention.
-_HEAD_DIM = ("attention_head_dim", "head_dim", "kv_channels", "qk_rope_head_dim")
 
 
 def read(
@@ -64,6 +71,8 @@ def read(
             f"config must be a transformers configuration or its dictionary, got {type(config).__name__}"
         )
     data = dict(found)
+    if data.get("text_config") is not None and "max_position_embeddings" not in data:
+        fault(data, "it is a composite; read the configuration of its text part, text_config")
     refuse_canonical_keys(data)
     entry = _entry(data, layer_type)
     refuse_canonical_keys(entry)
@@ -78,7 +87,7 @@ def read(
         fault(
             data, f"max_position_embeddings is {max_position}, and {entry['max_position_embeddings']} beside rope_type"
         )
-    width = _head_dim(data, layer_type) if head_dim is None else head_dim
+    width = class_head_dim(data, layer_type) if head_dim is None else head_dim
     parameters = {name: entry[name] for names in _KEYS[kind] for name in names if entry.get(name) is not None}
     original = parameters.pop(_ORIGINAL, max_position if kind == "dynamic" else None)
     if kind == "longrope":
@@ -243,19 +252,6 @@ def _needed(data: Mapping[str, Any], where: Mapping[str, Any], name: str) -> Any
     if where.get(name) is None:
         fault(data, f"{name!r} is missing")
     return where[name]
-
-
-def _head_dim(data: Mapping[str, Any], layer_type: str | None) -> int:
-    names = ("global_head_dim", *_HEAD_DIM) if layer_type == "full_attention" else _HEAD_DIM
-    for name in names:
-        if isinstance(data.get(name), int):
-            return int(data[name])
-    hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
-        fault(
-            data, f"'head_dim' is missing and hidden_size / num_attention_heads is {hidden} / {heads}; pass head_dim="
-        )
-    return hidden // heads
 
 
 def _partial(data: Mapping[str, Any], entry: Mapping[str, Any], kind: str) -> float:

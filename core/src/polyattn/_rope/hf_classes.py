@@ -44,6 +44,22 @@ def class_pairing(data: Mapping[str, Any]) -> bool | None:
     return False if name in classes()["half"] else None
 
 
+def class_head_dim(data: Mapping[str, Any], layer_type: str | None) -> int:
+    """The width of a head, under whatever name the class has for it."""
+    names = ["attention_head_dim", "head_dim", "kv_channels", "qk_rope_head_dim"]
+    if layer_type == "full_attention":
+        names.insert(0, "global_head_dim")
+    for name in names:
+        if isinstance(data.get(name), int):
+            return int(data[name])
+    hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
+        fault(
+            data, f"'head_dim' is missing and hidden_size / num_attention_heads is {hidden} / {heads}; pass head_dim="
+        )
+    return hidden // heads
+
+
 def class_axes(data: Mapping[str, Any]) -> tuple[str, list[int]] | tuple[None, None]:
     """The lane order of a class with several axes, and its own sections as it lists them."""
     name = model_class(data)

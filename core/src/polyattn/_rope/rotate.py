@@ -63,7 +63,7 @@ def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) ->
         fits = fits and (table[0] == 1 or table[0] == shape[0]) and table[1] == shape[2]
         if not fits or not 0 < 2 * table[2] <= shape[3]:
             raise AttentionInputError(
-                f"{name} must be a floating tensor [B, H, S, D] and the tables [B|1, S, rotary_dim/2], rotary_dim <= D, "
+                f"{name} must be a floating tensor [B, H, S, D] and tables [B|1, S, rotary_dim/2], rotary_dim <= D, "
                 f"got {name} {x.dtype} {list(shape)}, cos {list(table)} and sin {list(sin.shape)}"
             )
         if cos.device != x.device:
