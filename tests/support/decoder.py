@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``tokens Int[B, S], layout, positions Int[B|1, S]`` to logits ``[B, S, VOCABULARY]``.
+    """``tokens Int[B, S], layout or scope, positions Int[B|1, S]`` to logits ``[B, S, VOCABULARY]``.
 
     Attributes:
         builds: what the scope of the last forward built.
@@ -76,9 +76,9 @@ class Decoder(nn.Module):
         self.checkpoint: bool | None = None  # or whether reentrant
         self.builds: dict[str, int] = {}
 
-    def forward(self, tokens: Tensor, layout: MaskLayout, positions: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, layout: MaskLayout | AttentionScope, positions: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
-        scope = AttentionScope(layout)
+        scope = layout if isinstance(layout, AttentionScope) else AttentionScope(layout)
         for layer in self.layers:
             layer.attention.prefill(scope, hidden, positions)
         for layer in self.layers:
