@@ -22,7 +22,7 @@ from polyattn._modules.projections import keys_and_values, load_either_form
 from polyattn._modules.reading import Given, read_scope
 from polyattn._modules.sinks import HeadSinks
 from polyattn._modules.spec import AttentionSpec, QKNorm
-from polyattn._rope import RopeSpec, RotaryEmbedding, RotaryTables, rotate_heads
+from polyattn._rope import RopeSpec, RotaryEmbedding, apply_rotary, rotate_heads
 from polyattn._scope import AttentionScope
 from polyattn._select import AUTO, resolve_backend
 from polyattn._tensors import autocast_dtype
@@ -222,15 +222,18 @@ class GroupedQueryAttention(nn.Module):
         prepared, tables, context_tables, *_ = read_scope(self, scope, given)
         if autocast_dtype(hidden.device) is None:
             check_dtype(hidden, getattr(self.qkv_proj if self.fused_qkv else self.q_proj, "weight", None))
-        spec = self.spec
         q, k, v = self._project(hidden)
-        q = self._turned(q, spec.num_heads, self.q_norm, tables)
-        k = self._turned(k, spec.num_kv_heads, self.k_norm, tables)
-        v = self._values(v)
+        q, k = self._by_head(q, self.q_norm), self._by_head(k, self.k_norm)
+        if tables is not None and self.rotary is not None:
+            q, k = apply_rotary(q, k, tables, interleaved=self.rotary.spec.interleaved)
+        q, k, v = self._finished(q, self.q_norm), self._finished(k, self.k_norm), self._values(v)
         if kv_hidden is not None:
             context_k, context_v = self._project_context(kv_hidden)
-            context_k = self._turned(context_k, spec.num_kv_heads, self.k_norm, context_tables)
-            k, v = torch.cat((context_k, k), 2), torch.cat((self._values(context_v), v), 2)
+            context_k = self._by_head(context_k, self.k_norm)
+            if context_tables is not None and self.rotary is not None:
+                context_k = rotate_heads(context_k, context_tables, interleaved=self.rotary.spec.interleaved)
+            k = torch.cat((self._finished(context_k, self.k_norm), k), 2)
+            v = torch.cat((self._values(context_v), v), 2)
         sinks = None if self.sinks is None else self.sinks.logits()
         result = prepared(q, k, v, bias=attention_bias, sinks=sinks)
         output: Tensor = self.o_proj(result.output.transpose(1, 2).flatten(2))
@@ -269,25 +272,27 @@ class GroupedQueryAttention(nn.Module):
             return self.k_proj(hidden), self.v_proj(hidden)
         return keys_and_values(self.qkv_proj, hidden, self._widths)
 
-    def _turned(self, x: Tensor, heads: int, norm: RMSNorm | None, tables: RotaryTables | None) -> Tensor:
-        """Queries or keys ``[B, S, H * D]`` as ``[B, H, S, D]``, normalised and rotated in the order of the spec."""
-        at = None if self.spec.qk_norm is None else self.spec.qk_norm.position
-        x = x.view(*x.shape[:2], heads, self.spec.head_dim)
-        if norm is not None and at == "before":
-            x = _normed(x, norm)
-        x = x.transpose(1, 2)
-        if tables is not None and self.spec.rope is not None:
-            x = rotate_heads(x, tables, interleaved=self.spec.rope.interleaved)
-        if norm is not None and at == "after":
-            x = _normed(x.transpose(1, 2), norm).transpose(1, 2)
-        return x
+    def _by_head(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Queries or keys ``[B, S, H * D]`` as ``[B, H, S, D]``, normalised if that comes before the rotation."""
+        how, width = self.spec.qk_norm, self.spec.head_dim
+        x = x.view(*x.shape[:2], x.shape[2] // width, width)
+        if norm is not None and how is not None and how.position == "before":
+            x = _normed(x, norm, how)
+        return x.transpose(1, 2)
+
+    def _finished(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Queries or keys ``[B, H, S, D]``, normalised if that comes after the rotation."""
+        how = self.spec.qk_norm
+        if norm is None or how is None or how.position == "before":
+            return x
+        return _normed(x.transpose(1, 2), norm, how).transpose(1, 2)
 
     def _values(self, x: Tensor) -> Tensor:
         """Values ``[B, S, G * V]`` as ``[B, G, S, V]``."""
         return x.view(*x.shape[:2], self.spec.num_kv_heads, self.spec.v_head_dim).transpose(1, 2)
 
 
-def _normed(x: Tensor, norm: RMSNorm) -> Tensor:
+def _normed(x: Tensor, norm: nn.Module, how: QKNorm) -> Tensor:
     """``[B, S, H, D]``, normalised for each head or over all of them."""
-    normed: Tensor = norm(x) if norm.width == x.shape[3] else norm(x.flatten(2)).view(x.shape)
+    normed: Tensor = norm(x) if how.scope == "head" else norm(x.flatten(2)).view(x.shape)
     return normed

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 
@@ -45,9 +48,53 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., width]``; the dtype stays."""
-        high = torch.float64 if x.dtype is torch.float64 else torch.float32
-        weight = None if self.weight is None else self.weight.to(high)
-        return functional.rms_norm(x.to(high), (self.width,), weight, self.eps).to(x.dtype)
+        if x.dtype in {torch.float32, torch.float64} or _is_watched():
+            return _normalised(x, self.weight, self.eps)
+        normalised: Tensor = _Low.apply(x, self.weight, self.eps)
+        return normalised
 
     def extra_repr(self) -> str:
+        """Width, eps and whether there is a weight, for ``print(model)``."""
         return f"{self.width}, eps={self.eps}, weighted={self.weight is not None}"
+
+
+def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    high = torch.promote_types(x.dtype, torch.float32)
+    weight = None if weight is None else weight.to(high)
+    return functional.rms_norm(x.to(high), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def _is_watched() -> bool:
+    """Whether a compiler, a transform or forward-mode differentiation wants plain operations."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()  # noqa: SLF001
+        or forward_ad._current_level >= 0  # noqa: SLF001
+    )
+
+
+class _Low(torch.autograd.Function):
+    """The norm of a narrow dtype, which keeps its input for the backward instead of two FP32 copies of it."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return _normalised(x, weight, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor | None, float], output: Tensor) -> None:
+        x, weight, ctx.eps = inputs
+        ctx.save_for_backward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        wide, wide_grad = x.float(), grad.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+        unit = wide * scale
+        grad_weight = None
+        if weight is not None:
+            if ctx.needs_input_grad[1]:
+                grad_weight = (wide_grad * unit).flatten(0, -2).sum(0).to(weight.dtype)
+            wide_grad = wide_grad * weight.float()
+        grad_x = scale * (wide_grad - unit * (wide_grad * unit).mean(-1, keepdim=True))
+        return grad_x.to(x.dtype), grad_weight, None

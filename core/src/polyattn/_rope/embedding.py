@@ -25,10 +25,23 @@ class RotaryTables:
     Attributes:
         cos: FP32 ``[B|1, S, rotary_dim / 2]``.
         sin: likewise.
+        channels: the pairing and what :meth:`per_channel` gives for it, made once for all layers; or ``None``.
     """
 
     cos: Tensor
     sin: Tensor
+    channels: tuple[bool, Tensor, Tensor] | None = dataclasses.field(default=None, repr=False)
+
+    def per_channel(self, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+        """Factors of each channel and of its partner, FP32 ``[B|1, S, rotary_dim]``."""
+        if self.channels is not None and self.channels[0] is interleaved:
+            return self.channels[1:]
+        return joined(self.cos, self.cos, interleaved), joined(-self.sin, self.sin, interleaved)
+
+
+def joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
+    """The channels whose pairs these are."""
+    return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +111,11 @@ class RotaryEmbedding(nn.Module):
         """
         angles, scaling = self.angles(positions, length=length)
         cos, sin = angles.cos(), angles.sin()
-        return RotaryTables(cos, sin) if scaling == 1.0 else RotaryTables(cos * scaling, sin * scaling)
+        tables = RotaryTables(cos, sin) if scaling == 1.0 else RotaryTables(cos * scaling, sin * scaling)
+        if torch.compiler.is_compiling():
+            return tables
+        pairing = self.spec.interleaved
+        return RotaryTables(tables.cos, tables.sin, (pairing, *tables.per_channel(interleaved=pairing)))
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> tuple[Tensor, float]:
         """What :meth:`forward` takes cosine and sine of.

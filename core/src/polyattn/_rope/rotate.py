@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import AttentionInputError
-from polyattn._rope.embedding import RotaryTables
+from polyattn._rope.embedding import RotaryTables, joined
 
 #: Elements of a piece. On the CPU its scratch stays in a core's cache, elsewhere it bounds memory. A tensor that fits
 #: into one piece is rotated at once, which costs less to start.
@@ -68,20 +68,26 @@ def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) ->
             )
         if cos.device != x.device:
             raise AttentionInputError(f"{name} and the tables must be on one device, got {x.device} and {cos.device}")
-    return _rotate(list(named.values()), cos.unsqueeze(1), sin.unsqueeze(1), interleaved)
+    return _rotate(list(named.values()), cos.unsqueeze(1), sin.unsqueeze(1), interleaved, tables)
 
 
-def _rotate(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
-    """Rotate each ``[B, H, S, D]`` by ``cos, sin [B|1, 1, S, L]``."""
+def _rotate(
+    xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, tables: RotaryTables | None = None
+) -> list[Tensor]:
+    """Rotate each ``[B, H, S, D]`` by ``cos, sin [B|1, 1, S, L]``; ``tables``: where those come from."""
     if torch.compiler.is_compiling():
         return [_traced(x, cos, sin, interleaved) for x in xs]
-    rotated, doubled = [], None
+    rotated: list[Tensor] = []
+    channels: tuple[Tensor, Tensor] | None = None
     for x in xs:
         if x.numel() > _piece(x):
             rotated.append(_Rotation.apply(x, cos, sin, interleaved))
         else:
-            doubled = doubled or (_joined(cos, cos, interleaved), _joined(-sin, sin, interleaved))
-            rotated.append(_short(x, *doubled, interleaved))
+            if channels is None:
+                tables = tables or RotaryTables(cos.squeeze(1), sin.squeeze(1))
+                own, partner = tables.per_channel(interleaved=interleaved)
+                channels = own.unsqueeze(1), partner.unsqueeze(1)
+            rotated.append(_short(x, *channels, interleaved))
     return rotated
 
 
@@ -91,7 +97,7 @@ def _traced(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     head = x[..., :width].to(_dtype(x))
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
     # Rounded before they are joined: inductor would store what is joined in FP32 otherwise.
-    both = _joined((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), interleaved)
+    both = joined((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), interleaved)
     return both if width == x.shape[-1] else torch.cat((both, x[..., width:]), -1)
 
 
@@ -102,11 +108,6 @@ def _short(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     other = head.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else head.roll(width // 2, -1)
     both = (head * cos).add_(other * sin).to(x.dtype)
     return both if width == x.shape[-1] else torch.cat((both, x[..., width:]), -1)
-
-
-def _joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
-    """The channels whose pairs these are."""
-    return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
 class _Rotation(torch.autograd.Function):

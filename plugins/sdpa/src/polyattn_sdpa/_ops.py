@@ -124,7 +124,7 @@ def _forward(
     per_row: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    output = q.new_zeros((*q.shape[:3], v.shape[3]))
+    output = q.new_zeros(_output_shape(q, v)).transpose(1, 2)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=_kernels.accumulation_dtype(q.dtype))
     for (at_q, at_k), tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
         output[at_q], lse[at_q] = _kernels.forward(q[at_q], k[at_k], v[at_k], tile_mask, causal, scale)
@@ -145,7 +145,7 @@ def _(
     per_row: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    output = q.new_empty((*q.shape[:3], v.shape[3]))
+    output = q.new_empty(_output_shape(q, v)).transpose(1, 2)
     return output, q.new_empty(q.shape[:3], dtype=_kernels.accumulation_dtype(q.dtype))
 
 
@@ -195,6 +195,11 @@ def _(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """``[B, Q, H, Dv]``: heads lie beside each other, so that the projection behind reads them without a copy."""
+    return (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
 _Where = tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]
