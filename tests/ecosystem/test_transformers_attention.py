@@ -100,6 +100,28 @@ def test_sdpa_of_transformers_ignores_what_ours_honours_or_refuses(ignored):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_before_the_queries_are_a_prefix_that_all_queries_see(backend):
+    # As with learned prefixes: transformers' sdpa throws away the last keys instead, the queries' own among them.
+    q, k, v = tensors()
+    layer = Layer(is_causal=True, num_key_value_groups=2).eval()
+    want = reference(q, k, v, MaskLayout.causal(QUERIES, KEYS))
+    assert torch.allclose(attend(q, k, v, layer=layer, backend=backend), want, atol=1e-5)
+    theirs = sdpa_attention_forward(layer, q, k, v, None)[0].transpose(1, 2)
+    assert not torch.allclose(theirs, want, atol=1e-1)
+
+
+def test_a_boolean_prefix_mask_is_no_number():
+    # transformers' eager attention adds True and False to the scores.
+    prefix = MaskLayout.prefix_lm(4, 11).to_dense()
+    with torch.no_grad():
+        ours = model_of("llama", "polyattn_sdpa")(ids(), attention_mask=prefix).logits
+        additive = torch.zeros(prefix.shape).masked_fill(~prefix, -torch.inf)
+        want, theirs = (model_of("llama")(ids(), attention_mask=mask).logits for mask in (additive, prefix))
+    assert torch.allclose(ours, want, atol=2e-5)
+    assert not torch.allclose(theirs, want, atol=1e-1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_without_a_mask_the_window_of_the_layer_holds(backend):
     q, k, v = tensors()
     want = reference(q, k, v, MaskLayout.causal(QUERIES, KEYS, window=3))

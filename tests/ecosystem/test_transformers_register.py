@@ -208,3 +208,12 @@ def test_a_newer_transformers_is_refused_unless_allowed():
         check_version("5.99.0.dev0")
     check_version("5.99.0", allow_untested=True)
     check_version(transformers.__version__)
+
+
+def test_an_older_transformers_is_refused_at_import(run_python):
+    code = """
+    import transformers
+    transformers.__version__ = "5.8.1"
+    import polyattn_transformers
+    """
+    assert "ConfigError: transformers must be one of 5.12 to 5.19" in run_python(textwrap.dedent(code), status=1).stderr

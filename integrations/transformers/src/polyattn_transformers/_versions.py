@@ -5,7 +5,7 @@ from __future__ import annotations
 from polyattn import ConfigError
 
 #: First and last minor version whose mask factories and attention calls the tests were run against.
-OLDEST, NEWEST = (5, 0), (5, 19)
+OLDEST, NEWEST = (5, 12), (5, 19)
 
 
 def check_version(version: str, *, allow_untested: bool = False) -> None:
