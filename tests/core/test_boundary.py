@@ -132,6 +132,25 @@ def test_a_layout_of_batch_three_serves_batch_three_only(backend):
     backend.prepare(layout, AttentionRequest.of(*tensors(3, kv_len=5)))
 
 
+@pytest.mark.parametrize("name", ["eager", "sdpa", "auto"])
+def test_a_raw_mask_is_no_layout(name):
+    with pytest.raises(LayoutError, match=r"must be a MaskLayout, got Tensor; .* MaskLayout.dense\(mask\)"):
+        polyattn.attention(*tensors(), torch.ones(5, 7, dtype=torch.bool), backend=name)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_of_any_floating_dtype_is_added(backend, dtype, bias_dtype):
+    q, k, v = tensors(dtype=dtype)
+    bias = torch.linspace(-1, 1, 35).view(5, 7).to(bias_dtype)
+    output = polyattn.attention(q, k, v, MaskLayout.causal(5, 7), backend=backend, bias=bias).output
+    exact = polyattn.attention(
+        q.double(), k.double(), v.double(), MaskLayout.causal(5, 7), backend="eager", bias=bias.double()
+    ).output
+    assert output.dtype is dtype
+    torch.testing.assert_close(output.double(), exact, rtol=0.03, atol=0.03)
+
+
 def test_a_float_mask_is_pointed_to_the_bias():
     with pytest.raises(LayoutError, match="bias="):
         MaskLayout.dense(torch.zeros(5, 7))

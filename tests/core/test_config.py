@@ -51,6 +51,12 @@ def test_groups_override_by_list_and_by_slice_and_the_last_wins():
     assert [config.layer(i).backend.name for i in (4, 5, 7, 11)] == ["sdpa", "eager", "eager", "sdpa"]
 
 
+@pytest.mark.parametrize("index", [-1, "x", True])
+def test_a_layer_is_an_index(index):
+    with pytest.raises(ConfigError, match="layer must be an index >= 0"):
+        AttentionConfig(attn_backend="sdpa").layer(index)
+
+
 def test_a_config_survives_pickling():
     config = AttentionConfig(attn_backend="sdpa", rope=ROPE, groups=[{"layers": "::2", "window": 3}])
     again = pickle.loads(pickle.dumps(config))

@@ -97,6 +97,8 @@ def test_integers_and_lists_are_no_queries():
         ({"scale": float("inf")}, "scale must be a finite number or None, got inf"),
         ({"dropout_p": 1.0}, r"dropout_p must lie in \[0, 1\), got 1.0"),
         ({"dropout_p": -0.1}, "got -0.1"),
+        ({"training": 1}, "training must be True or False, got 1"),
+        ({"needs_lse": "no"}, "needs_lse must be True or False, got 'no'"),
         ({"needs_lse_grad": True}, "needs_lse_grad must come with needs_lse=True"),
         ({"needs_bias_grad": True}, "needs_bias_grad must come with has_bias=True"),
     ],

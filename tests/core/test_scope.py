@@ -1,9 +1,10 @@
 """One forward builds each distinct mask and table once."""
 
+import pytest
 import torch
 
 import polyattn
-from polyattn import AttentionRequest, AttentionScope, MaskLayout, RopeSpec, RotaryEmbedding
+from polyattn import AttentionInputError, AttentionRequest, AttentionScope, MaskLayout, RopeSpec, RotaryEmbedding
 
 
 def request_of(**fields):
@@ -76,3 +77,43 @@ def test_a_subclass_of_the_rotary_module_shares_with_itself_only():
     assert scope.rotary(mine, positions) is scope.rotary(mine, positions)
     assert scope.rotary(Mine(spec_of()), positions) is not scope.rotary(mine, positions)
     assert scope.builds["rotary"] == 2
+
+
+LONGROPE = RopeSpec(
+    variant="longrope",
+    theta=10000.0,
+    head_dim=8,
+    rotary_dim=8,
+    interleaved=False,
+    max_position=64,
+    original_max_position=16,
+    parameters={"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "switch": "length"},
+)
+
+
+def test_the_length_of_the_sequence_is_said_once_to_the_scope():
+    embedding, positions = RotaryEmbedding(LONGROPE), torch.arange(4)[None]
+    long = AttentionScope(MaskLayout.causal(4), length=32).rotary(embedding, positions)
+    assert torch.equal(long.cos, embedding(positions, length=32).cos)
+    scope = AttentionScope(MaskLayout.causal(4), length=32)
+    short = scope.rotary(embedding, positions, length=8)
+    assert torch.equal(short.cos, embedding(positions, length=8).cos)
+    assert scope.rotary(embedding, positions) is not short
+    plain = RotaryEmbedding(spec_of())
+    assert torch.equal(scope.rotary(plain, positions).cos, plain(positions).cos)
+
+
+def test_a_length_that_nobody_said_is_asked_for():
+    with pytest.raises(AttentionInputError, match="length must be"):
+        AttentionScope(MaskLayout.causal(4)).rotary(RotaryEmbedding(LONGROPE), torch.arange(4)[None])
+
+
+def test_two_position_tensors_are_two_tables_and_a_detached_alias_is_the_same():
+    scope = AttentionScope(MaskLayout.causal(4))
+    positions = torch.arange(4)[None]
+    embedding = RotaryEmbedding(spec_of())
+    first = scope.rotary(embedding, positions)
+    assert scope.rotary(embedding, positions.detach()) is first  # what reentrant checkpointing hands on
+    assert scope.rotary(embedding, positions.clone()) is not first
+    assert scope.rotary(embedding, torch.arange(8)[None, 4:]) is not first
+    assert scope.builds["rotary"] == 3

@@ -162,6 +162,16 @@ def test_auto_says_once_what_it_chose(caplog):
     assert "softcap 123.5" in lines[0]
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+def test_names_are_looked_up_outside_compiled_functions(backend):
+    q = torch.zeros(1, 2, 4, 8)
+    compiled = torch.compile(
+        lambda q, layout: polyattn.attention(q, q, q, layout, backend=backend).output, backend="eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match=r"look it up before: polyattn.backends.get"):
+        compiled(q, MaskLayout.causal(4))
+
+
 def test_options_for_auto_are_refused():
     with pytest.raises(ConfigError, match="backend_options must be empty with attn_backend 'auto'"):
         resolve_backend("auto", {"x": 1})

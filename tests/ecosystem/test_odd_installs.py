@@ -212,6 +212,8 @@ print(backends.get("acme").name, backends.info("acme").status, _code("acme_atten
 
 
 APP = """
+import sys
+
 import polyattn
 from polyattn._cli import main
 

@@ -217,6 +217,7 @@ class BackendBase:
 
     def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
         """Refuse with every reason, or check the layout, plan, and return the prepared attention."""
+        _boundary.check_layout_type(layout)
         reasons = self.unsupported(layout, request)
         if reasons:
             raise UnsupportedAttentionError(self.name, reasons, alternatives(layout, request, but=self.name))

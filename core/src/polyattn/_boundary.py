@@ -19,6 +19,21 @@ if TYPE_CHECKING:
     from polyattn._layout import MaskLayout
 
 
+def check_layout_type(layout: object) -> None:
+    """Refuse what is no layout, such as a raw mask, before anything is read off it.
+
+    Raises:
+        LayoutError: says what it is and how to make a layout of it.
+    """
+    from polyattn._layout import MaskLayout
+
+    if not isinstance(layout, MaskLayout):
+        raise LayoutError(
+            f"layout must be a MaskLayout, got {type(layout).__name__}; make one with MaskLayout.causal, packed, ..., "
+            "or MaskLayout.dense(mask) for a boolean mask"
+        )
+
+
 def check_layout(layout: MaskLayout, request: AttentionRequest) -> None:
     """Refuse a layout that cannot describe the tensors of ``request``.
 

@@ -117,6 +117,8 @@ class AttentionConfig:
 
     def layer(self, index: int) -> LayerAttention:
         """What layer ``index`` uses: the last group that covers it, else the config itself."""
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            raise ConfigError(f"layer must be an index >= 0, got {index!r}")
         found = self._default
         for group, resolved in zip(self.groups, self._resolved, strict=True):
             if isinstance(group, LayerGroup) and group.covers(index):

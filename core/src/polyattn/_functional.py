@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from polyattn._backend import AttentionBackend, AttentionResult, prepare
+from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
 from polyattn._request import AttentionRequest, Reason
@@ -33,7 +34,8 @@ def attention(
         k: ``[B, Hkv, K, D]``; query head ``h`` reads KV head ``h // (Hq // Hkv)``.
         v: ``[B, Hkv, K, Dv]``.
         layout: which keys each query may attend to; batch 1 serves any batch.
-        backend: a name (``polyattn list`` shows them), ``"auto"``, or a backend object.
+        backend: a name (``polyattn list`` shows them), ``"auto"``, or a backend object; inside a compiled function
+            an object (``polyattn.backends.get(name)``), since names are looked up outside of it.
         scale: factor of the scores, ``D ** -0.5`` by default.
         dropout_p: probability of dropping an attention weight; acts only when ``training``.
         training: whether dropout acts.
@@ -51,6 +53,7 @@ def attention(
         LayoutError: the layout does not fit the tensors.
         UnsupportedAttentionError: the named backend (or, under ``auto``, every backend) refuses; carries all reasons.
     """
+    check_layout_type(layout)
     chosen = resolve_backend(backend)
     try:
         request = AttentionRequest.of(

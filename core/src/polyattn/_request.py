@@ -145,6 +145,10 @@ class AttentionRequest:
             problems.append(
                 f"softcap must be a positive finite number or None, got {self.softcap!r}; None turns it off"
             )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                problems.append(f"{field.name} must be True or False, got {value!r}")
         if self.needs_lse_grad and not self.needs_lse:
             problems.append("needs_lse_grad must come with needs_lse=True, got needs_lse=False")
         if self.needs_bias_grad and not self.has_bias:

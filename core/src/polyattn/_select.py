@@ -13,6 +13,8 @@ import operator
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from polyattn import _hooks
 from polyattn._errors import AttentionInputError, ConfigError, LayoutError, PolyattnError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("polyattn")
 
 AUTO = "auto"
+_OUTSIDE = "{}; name the backend and look it up before: polyattn.backends.get(name)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,8 @@ def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> Att
             see the registry.
         ConfigError: options that the backend does not have.
     """
+    if isinstance(backend, str) and torch.compiler.is_compiling():
+        raise ConfigError(_OUTSIDE.format(f"backend must be an object inside a compiled function, got {backend!r}"))
     if backend == AUTO:
         if options:
             raise ConfigError(
@@ -127,6 +132,8 @@ class AutoBackend:
 
     def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
         """Prepare with the chosen backend; see :func:`explain` for how it is chosen."""
+        if torch.compiler.is_compiling():
+            raise ConfigError(_OUTSIDE.format("'auto' cannot decide inside a compiled function"))
         decision = explain(layout, request)
         if decision.chosen is None:
             raise UnsupportedAttentionError(AUTO, _refusals(decision), ())

@@ -13,6 +13,8 @@ from polyattn._errors import LayoutError
 #: What a selection is made with: a slice with ints for start, stop and a positive step, or an integer tensor ``[N]``.
 Index = slice | Tensor
 INTEGERS = (torch.int32, torch.int64)
+#: Of lengths, offsets and sizes: what fits an int64 with room for sums.
+LARGEST = 2**62
 
 
 def check_int(name: str, value: object, least: int = 0) -> None:
@@ -21,6 +23,8 @@ def check_int(name: str, value: object, least: int = 0) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise LayoutError(f"{name} must be an int >= {least}, got {value!r}")
+    if value > LARGEST:
+        raise LayoutError(f"{name} must be at most 2**62, got {value}")
 
 
 def check_flag(name: str, value: object) -> None:

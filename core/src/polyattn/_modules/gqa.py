@@ -82,7 +82,7 @@ class GroupedQueryAttention(nn.Module):
     ) -> None:
         super().__init__()
         if head_dim is None:
-            if hidden_size % num_heads:
+            if num_heads < 1 or hidden_size % num_heads:
                 raise ConfigError(
                     f"hidden_size must be a multiple of num_heads when head_dim is not given, "
                     f"got hidden_size={hidden_size} and num_heads={num_heads}; give head_dim"

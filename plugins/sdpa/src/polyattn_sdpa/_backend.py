@@ -125,6 +125,8 @@ class SdpaBackend(BackendBase):
         if bias is not None:
             assert mask is not None
             mask = bias + mask
+            if mask.dtype is torch.float64 and q.dtype is not torch.float64:
+                mask = mask.float()  # the kernels take the dtype of q or FP32
             # A bias of -inf may block the rest of a row: open it for the kernel and select 0 afterwards.
             blocked = (mask.detach() == -torch.inf).all(-1, keepdim=True)
             mask = torch.where(blocked, 0.0, mask)
