@@ -32,11 +32,19 @@ class AttentionScope:
         layout: the mask of the forward; layers may narrow it with ``window=`` or bring another with ``layout=``.
         context_layout: the mask of layers that also attend to context keys, over context and own keys together;
             ``None`` when ``layout`` already is that mask.
+        length: of the sequence (largest position + 1, cached keys included), for rotary specs whose frequencies depend
+            on it; a host int, never read off the positions.
+
+    Attributes:
+        memo: what layers found, by their kind and the shapes they were called with; theirs to fill.
     """
 
-    def __init__(self, layout: MaskLayout, *, context_layout: MaskLayout | None = None) -> None:
+    def __init__(
+        self, layout: MaskLayout, *, context_layout: MaskLayout | None = None, length: int | None = None
+    ) -> None:
         self.layout = layout
         self.context_layout = context_layout
+        self.length = length
         self._layouts: list[MaskLayout] = [layout]
         self._prepared: dict[Hashable, PreparedAttention] = {}
         self._tables: list[tuple[Hashable, Tensor, RotaryTables]] = []
@@ -87,13 +95,15 @@ class AttentionScope:
                 shares only with itself.
             positions: Int ``[B|1, S]`` or ``[A, B|1, S]``; found again by identity, so pass the same tensor to all
                 layers and do not change it in between.
-            length: sequence length, for specs whose frequencies depend on it.
+            length: sequence length, for specs whose frequencies depend on it; the scope's own by default.
         """
+        if length is None and embedding.needs_length:
+            length = self.length
         rule = (embedding.sharing_key(), length)
         for known_rule, known_positions, known in self._tables:
             if known_rule == rule and _same_positions(known_positions, positions):
                 return known
-        tables: RotaryTables = embedding(positions, length=length) if length is not None else embedding(positions)
+        tables: RotaryTables = embedding(positions) if length is None else embedding(positions, length=length)
         self._tables.append((rule, positions, tables))
         return tables
 

@@ -30,10 +30,13 @@ def keys_and_values(fused: nn.Module, hidden: Tensor, widths: Sequence[int]) -> 
 
 
 def load_either_form(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before loading: bring the projections in ``state_dict`` into the form that ``module`` has, fused or not.
+    """Before loading: bring what ``state_dict`` holds into the form that ``module`` has.
 
-    A ``load_state_dict`` pre-hook. Only whole sets are touched; anything else stays for torch to report.
+    A ``load_state_dict`` pre-hook. The projections may be fused or not, sinks a vector. Only whole sets are touched;
+    anything else stays for torch to report.
     """
+    if f"{prefix}sinks" in state_dict:
+        state_dict[f"{prefix}sinks.weight"] = state_dict.pop(f"{prefix}sinks")[None]
     fused = getattr(module, _WHOLE, None) is not None
     for kind in ("weight", "bias"):
         whole = f"{prefix}{_WHOLE}.{kind}"

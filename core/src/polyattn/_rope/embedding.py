@@ -90,6 +90,11 @@ class RotaryEmbedding(nn.Module):
         self._rules = tuple(_Rule.of(variant, spec, length) for length in lengths)
         self._copies: dict[tuple[int, torch.device], Tensor] = {}
 
+    @property
+    def needs_length(self) -> bool:
+        """Whether the frequencies depend on the length of the sequence."""
+        return bool(self._breakpoints)
+
     def sharing_key(self) -> Hashable:
         """What embeddings that make the same tables have in common: the spec.
 
