@@ -5,11 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn import AttentionInputError, RotaryTables, apply_rotary
+from polyattn import AttentionInputError, RopeSpec, RotaryEmbedding, RotaryTables, apply_rotary
 from polyattn._rope import rotate_heads
 
 PATHS = {"short": 1 << 18, "pieces": 0}
 PAIRINGS = [False, True]
+PLAIN = RopeSpec(
+    variant="default",
+    theta=10000.0,
+    head_dim=8,
+    rotary_dim=8,
+    interleaved=False,
+    max_position=64,
+    original_max_position=None,
+    parameters={},
+)
 
 
 @pytest.fixture(params=PATHS)
@@ -142,10 +152,19 @@ def test_only_tables_are_saved_for_the_backward(path, interleaved, dtype):
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
         apply_rotary(q, k, made, interleaved=interleaved)
     assert saved
-    assert all(x.dim() == 4 and x.shape[1] == 1 and x.dtype is torch.float32 for x in saved)  # one head: a table
+    assert all(x.dtype is torch.float32 and x.numel() <= 6 * 8 for x in saved)  # a table has no heads
     if path == "pieces":
-        assert [x.shape for x in saved] == [(1, 1, 6, 4)] * 4
         assert {x.data_ptr() for x in saved} == {made.cos.data_ptr(), made.sin.data_ptr()}
+
+
+def test_all_layers_save_the_same_tables(path):
+    embedding = RotaryEmbedding(PLAIN)
+    shared, saved = embedding(torch.arange(6)[None]), set()
+    x = torch.randn(1, 4, 6, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.add(x.data_ptr()) or x, lambda x: x):
+        for _ in range(5):
+            apply_rotary(x, x, shared, interleaved=False)
+    assert len(saved) == 2
 
 
 @pytest.mark.parametrize("interleaved", PAIRINGS)

@@ -68,31 +68,26 @@ def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) ->
             )
         if cos.device != x.device:
             raise AttentionInputError(f"{name} and the tables must be on one device, got {x.device} and {cos.device}")
-    return _rotate(list(named.values()), cos.unsqueeze(1), sin.unsqueeze(1), interleaved, tables)
+    return _rotate(list(named.values()), tables, interleaved)
 
 
-def _rotate(
-    xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, tables: RotaryTables | None = None
-) -> list[Tensor]:
-    """Rotate each ``[B, H, S, D]`` by ``cos, sin [B|1, 1, S, L]``; ``tables``: where those come from."""
+def _rotate(xs: list[Tensor], tables: RotaryTables, interleaved: bool) -> list[Tensor]:
     if torch.compiler.is_compiling():
-        return [_traced(x, cos, sin, interleaved) for x in xs]
-    rotated: list[Tensor] = []
+        return [_traced(x, tables, interleaved) for x in xs]
     channels: tuple[Tensor, Tensor] | None = None
+    rotated: list[Tensor] = []
     for x in xs:
         if x.numel() > _piece(x):
-            rotated.append(_Rotation.apply(x, cos, sin, interleaved))
+            rotated.append(_Rotation.apply(x, tables.cos, tables.sin, interleaved))
         else:
-            if channels is None:
-                tables = tables or RotaryTables(cos.squeeze(1), sin.squeeze(1))
-                own, partner = tables.per_channel(interleaved=interleaved)
-                channels = own.unsqueeze(1), partner.unsqueeze(1)
+            channels = channels or tables.per_channel(interleaved=interleaved)
             rotated.append(_short(x, *channels, interleaved))
     return rotated
 
 
-def _traced(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _traced(x: Tensor, tables: RotaryTables, interleaved: bool) -> Tensor:
     """For a compiler, which fuses it into one pass."""
+    cos, sin = tables.cos.unsqueeze(1), tables.sin.unsqueeze(1)
     width = 2 * cos.shape[-1]
     head = x[..., :width].to(_dtype(x))
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
@@ -101,12 +96,12 @@ def _traced(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return both if width == x.shape[-1] else torch.cat((both, x[..., width:]), -1)
 
 
-def _short(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """With few operations, for tensors so small that their number counts. The tables have a column for each channel."""
-    width = cos.shape[-1]
+def _short(x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> Tensor:
+    """With few operations, for tensors so small that their number counts; see :meth:`RotaryTables.per_channel`."""
+    width = own.shape[-1]
     head = (x if width == x.shape[-1] else x[..., :width]).to(_dtype(x))
     other = head.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else head.roll(width // 2, -1)
-    both = (head * cos).add_(other * sin).to(x.dtype)
+    both = (head * own.unsqueeze(1)).add_(other * partner.unsqueeze(1)).to(x.dtype)
     return both if width == x.shape[-1] else torch.cat((both, x[..., width:]), -1)
 
 
@@ -116,16 +111,14 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         out = torch.empty_like(x) if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        width, dtype = 2 * cos.shape[-1], _dtype(x)
+        cos, sin = (joined(table, table, interleaved).unsqueeze(1) for table in (cos, sin))
+        width = cos.shape[-1]
         if width < x.shape[-1]:
             out[..., width:].copy_(x[..., width:])
-        if interleaved:
-            cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
         piece = max(1, _piece(x) // (x.shape[0] * x.shape[1] * width))
-        rotate_piece = _adjacent if interleaved else _halves
         split = (tensor.split(piece, 2) for tensor in (x[..., :width], out[..., :width], cos, sin))
         for source, target, c, s in zip(*split, strict=True):
-            rotate_piece(source.to(dtype), target, c, s)
+            _rotate_piece(source.to(_dtype(x)), target, c, s, interleaved)
         return out
 
     @staticmethod
@@ -140,14 +133,13 @@ class _Rotation(torch.autograd.Function):
         if grad is None:  # what a double backward hands on where nothing depends on the first gradient
             return None, None, None, None
         cos, sin = ctx.saved_tensors
-        return _rotate([grad], cos, sin.neg(), ctx.interleaved)[0], None, None, None
+        return _rotate([grad], RotaryTables(cos, -sin), ctx.interleaved)[0], None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, cos_tangent: Tensor | None, sin_tangent: Tensor | None, _: None) -> Tensor:
         if cos_tangent is not None or sin_tangent is not None:
             raise NotImplementedError("the rotation has no derivative with respect to its tables")
-        cos, sin = ctx.saved_tensors
-        return _rotate([tangent], cos, sin, ctx.interleaved)[0]
+        return _rotate([tangent], RotaryTables(*ctx.saved_tensors), ctx.interleaved)[0]
 
     @staticmethod
     def vmap(
@@ -161,36 +153,29 @@ class _Rotation(torch.autograd.Function):
         x = front(x, in_dims[0]).expand(info.batch_size, *(-1,) * 4)
         batch = x.shape[:2]
         if in_dims[1] is not None or in_dims[2] is not None or cos.shape[0] > 1:
-            cos = front(cos, in_dims[1]).expand(*batch, -1, -1, -1).flatten(0, 1)
-            sin = front(sin, in_dims[2]).expand(*batch, -1, -1, -1).flatten(0, 1)
-        return _rotate([x.flatten(0, 1)], cos, sin, interleaved)[0].unflatten(0, batch), 0
+            cos = front(cos, in_dims[1]).expand(*batch, -1, -1).flatten(0, 1)
+            sin = front(sin, in_dims[2]).expand(*batch, -1, -1).flatten(0, 1)
+        return _rotate([x.flatten(0, 1)], RotaryTables(cos, sin), interleaved)[0].unflatten(0, batch), 0
 
 
-def _halves(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the pairs ``(i, i + L)`` of ``x`` into ``out``; ``x`` has the dtype of the arithmetic."""
-    a, b = x.chunk(2, -1)
-    first, second = out.chunk(2, -1)
-    direct = out.dtype is x.dtype
-    left = torch.mul(a, cos, out=first if direct else None).sub_(b * sin)
-    right = torch.mul(b, cos, out=second if direct else None).add_(a * sin)
-    if not direct:
-        first.copy_(left)
-        second.copy_(right)
+def _rotate_piece(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Rotate ``x``, which has the dtype of the arithmetic, into ``out``; the tables have a column for each channel.
 
-
-def _adjacent(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the pairs ``(2i, 2i+1)`` of ``x`` into ``out``; the tables hold every entry twice.
-
-    A pair is a complex number: ``x * cos + 1j * (x * sin)``. Multiplying by ``1j`` is exact, so a kernel that fuses it
-    into the sum changes no rounding; a complex product ``x * (cos + 1j * sin)`` would round differently in some lanes.
+    Adjacent channels are complex numbers: ``x * cos + 1j * (x * sin)``. Multiplying by ``1j`` is exact, so a kernel
+    that fuses it into the sum changes no rounding; a product ``x * (cos + 1j * sin)`` would round some lanes otherwise.
     """
-    direct = out.dtype is x.dtype and not any(stride % 2 for stride in out.stride()[:-1])
+    direct = out.dtype is x.dtype and not (interleaved and any(stride % 2 for stride in out.stride()[:-1]))
     product = torch.mul(x, cos, out=out if direct else torch.empty(x.shape, dtype=x.dtype, device=x.device))
     turned = torch.mul(x, sin, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    product, turned = (torch.view_as_complex(tensor.unflatten(-1, (-1, 2))) for tensor in (product, turned))
-    product.add_(turned, alpha=1j)
+    if interleaved:
+        pairs, turned_pairs = (torch.view_as_complex(y.unflatten(-1, (-1, 2))) for y in (product, turned))
+        pairs.add_(turned_pairs, alpha=1j)
+    else:
+        half = x.shape[-1] // 2
+        product[..., :half].sub_(turned[..., half:])
+        product[..., half:].add_(turned[..., :half])
     if not direct:
-        out.copy_(torch.view_as_real(product).flatten(-2))
+        out.copy_(product)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
