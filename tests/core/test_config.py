@@ -109,15 +109,18 @@ def test_each_mistake_has_its_own_text(data, text):
 
 
 def test_files_that_are_missing_or_no_yaml_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read the attention config .*nothing.yaml.*No such file"):
+    with pytest.raises(ConfigError, match=r"the attention config .*nothing.yaml cannot be read: .*No such file"):
         AttentionConfig.from_yaml(tmp_path / "nothing.yaml")
     bad = tmp_path / "bad.yaml"
-    bad.write_text("attn_backend: [sdpa")
-    with pytest.raises(ConfigError, match="must be a YAML file"):
-        AttentionConfig.from_yaml(bad)
-    bad.write_text("- sdpa")
-    with pytest.raises(ConfigError, match="must be a mapping, got list"):
-        AttentionConfig.from_yaml(bad)
+    for text, said in (
+        ("attn_backend: [sdpa", "cannot be read"),
+        ("- sdpa", "must hold a mapping of settings, got list"),
+        ("[" * 5000, "it is nested too deeply"),
+        ("window: 3\nwindow: 5", "the key 'window' is given twice"),
+    ):
+        bad.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            AttentionConfig.from_yaml(bad)
 
 
 def test_a_yaml_file_is_read(tmp_path):

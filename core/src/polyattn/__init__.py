@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from polyattn._rope import RopeFrequencies, RopeSpec, RopeVariant, RotaryEmbedding, RotaryTables, apply_rotary
     from polyattn._scope import AttentionScope
     from polyattn._select import Decision, explain
+    from polyattn._yaml import read_yaml
 
 __version__ = "0.1.0"
 
@@ -61,6 +62,7 @@ _MODULES = {
     "_rope": ("RopeFrequencies", "RopeSpec", "RopeVariant", "RotaryEmbedding", "RotaryTables", "apply_rotary"),
     "_scope": ("AttentionScope",),
     "_select": ("Decision", "explain"),
+    "_yaml": ("read_yaml",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -104,6 +106,7 @@ __all__ = [
     "check_servable",
     "explain",
     "merge",
+    "read_yaml",
     "rope_variants",
 ]
 

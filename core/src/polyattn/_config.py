@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import yaml
 
 from polyattn._backend import AttentionBackend
 from polyattn._errors import ConfigError, PolyattnError, UnsupportedAttentionError
@@ -34,6 +33,7 @@ from polyattn._modules.serving import require_servable
 from polyattn._modules.spec import problem_of
 from polyattn._rope import RopeSpec
 from polyattn._select import resolve_backend
+from polyattn._yaml import read_yaml
 
 _T = TypeVar("_T")
 _SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")
@@ -166,15 +166,9 @@ class AttentionConfig:
         """Build from a YAML file that holds the fields above.
 
         Raises:
-            ConfigError: the file is missing, unreadable or not YAML; the message names it.
+            ConfigError: the file is missing, no YAML mapping, or gives a key twice; the message names it.
         """
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read the attention config {str(path)!r}: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{str(path)!r} must be a YAML file, got: {error}") from error
-        return cls.from_dict({} if data is None else data)
+        return cls.from_dict(read_yaml(path, "the attention config"))
 
     def _overrides(self, group: LayerGroup) -> dict[str, Any]:
         """The overrides of a group; options belong to the backend that they stand beside."""

@@ -223,7 +223,7 @@ def _kind(data: Mapping[str, Any], entry: dict[str, Any]) -> str:
     if len(kinds) > 1:
         fault(data, f"rope_type and type contradict each other, got {names[0]!r} and {names[1]!r}")
     if not kinds and not set(entry) <= {*_AT_THE_TOP, "rope_type", "type"}:
-        fault(data, f"'rope_type' is missing beside {', '.join(sorted(entry))}")
+        fault(data, f"'rope_type' is missing beside {', '.join(sorted(map(str, entry)))}")
     kind = kinds.pop() if kinds else "default"
     if kind not in _KEYS:
         fault(data, f"rope_type must be one of {', '.join(_KEYS)}, got {kind!r}")

@@ -50,8 +50,11 @@ def class_head_dim(data: Mapping[str, Any], layer_type: str | None) -> int:
     if layer_type == "full_attention":
         names.insert(0, "global_head_dim")
     for name in names:
-        if isinstance(data.get(name), int):
-            return int(data[name])
+        given = data.get(name)
+        if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
+            fault(data, f"{name!r} must be an int, got {given!r}")
+        if given is not None:
+            return int(given)
     hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
         fault(

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from polyattn import AttentionConfig, ConfigError, PolyattnError
+from polyattn import AttentionConfig, ConfigError, PolyattnError, read_yaml
 
 Section = TypeVar("Section")
 
@@ -61,7 +59,7 @@ class OptimiserConfig:
     learning_rate: float = setting(least=0.0)
     weight_decay: float = setting(least=0.0, default=0.0)
     warmup: int = setting(least=1, default=1)
-    clip: float = setting(least=0.0, default=1.0)
+    clip: float = setting(least=1e-6, default=1.0)
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class RunConfig:
     data: DataConfig
     optimiser: OptimiserConfig
     steps: int = setting(least=1)
-    seed: int = setting(least=0, default=0)
+    seed: int = setting(least=0, below=2**63, default=0)
     checkpoint_every: int = setting(least=1, default=50)
     device: str = choice("cpu", "cuda")
     autocast: str = choice("off", "bfloat16", "float16")
@@ -85,12 +83,7 @@ def load(path: Path, *, attn_backend: str | None = None, steps: int | None = Non
     Raises:
         ConfigError: the file is missing, is no YAML mapping, or says something that cannot be run.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"config file {path} must hold a mapping of settings, got {type(content).__name__}")
+    content = read_yaml(path)
     given = {"attn_backend": attn_backend, "steps": steps}
     content |= {key: value for key, value in given.items() if value is not None}
 
