@@ -2,9 +2,10 @@
 
     python benchmarks/bench_rope.py [--rounds 9] [--only NAME] [--json FILE]
 
-q ``[B, 32, S, 128]``, k ``[B, 8, S, 128]``, contiguous or as the view ``[B, S, H, D]`` that a projection gives. The peer
-takes its tables in the dtype of q, as its models do. Rounds alternate between the two sides and each ratio is the median
-of the rounds, so that a busy machine slows both alike.
+q ``[B, 32, S, 128]``, k ``[B, 8, S, 128]``, contiguous or as the view ``[B, S, H, D]`` that a projection gives. The
+peer takes its tables in the dtype of q, as its models do. Rounds alternate between the two sides and each ratio is the
+median of the rounds, so that a busy machine slows both alike; but many short operations suffer more from one than few
+long ones, so quote figures of a quiet machine only.
 """
 
 from __future__ import annotations
@@ -20,47 +21,56 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as peer_ad
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as peer_halves
 
 import polyattn
-from polyattn import RotaryTables, apply_rotary
+from polyattn import RopeSpec, RotaryEmbedding, apply_rotary
 
 PEERS = {False: peer_halves, True: peer_adjacent}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def inputs(dtype, length, view, grad=False):
-    """q and k, our tables, and the peer's."""
+def inputs(dtype, length, view, interleaved, grad):
+    """q and k, our tables as an embedding makes them, and the peer's."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for heads in (32, 8):
         shape = (1, length, heads, 128) if view else (1, heads, length, 128)
         x = torch.randn(shape, generator=generator).to(dtype)
         made.append((x.transpose(1, 2) if view else x).requires_grad_(grad))
-    angles = torch.rand(1, length, 64, generator=generator) * length
-    tables = RotaryTables(angles.cos(), angles.sin())
+    spec = RopeSpec(
+        variant="default",
+        theta=10000.0,
+        head_dim=128,
+        rotary_dim=128,
+        interleaved=interleaved,
+        max_position=4096,
+        original_max_position=None,
+        parameters={},
+    )
+    tables = RotaryEmbedding(spec)(torch.arange(4096 - length, 4096)[None])
     theirs = [torch.cat((table, table), -1).to(dtype) for table in (tables.cos, tables.sin)]
     return made, tables, theirs
 
 
 def sides(dtype, length=4096, *, view=False, interleaved=False, backward=False, compiled=False):
     """The same work by the peer and by us, as two functions without arguments."""
-    (q, k), tables, (cos, sin) = inputs(dtype, length, view, backward)
-
-    def rotate(q, k, cos, sin):
-        return apply_rotary(q, k, RotaryTables(cos, sin), interleaved=interleaved)
-
+    (q, k), tables, (cos, sin) = inputs(dtype, length, view, interleaved, backward)
     peer = PEERS[interleaved]
+
+    def rotate(q, k, tables):
+        return apply_rotary(q, k, tables, interleaved=interleaved)
+
     if compiled:
         torch.compiler.reset()
         peer, rotate = (torch.compile(function, fullgraph=True) for function in (peer, rotate))
     grads = [torch.randn_like(x) for x in (q, k)]
 
-    def run(function, *tables):
+    def run(function, *given):
         def once():
-            rotated = function(q, k, *tables)
+            rotated = function(q, k, *given)
             return torch.autograd.grad(rotated, (q, k), grads) if backward else rotated
 
         return once
 
-    return run(peer, cos, sin), run(rotate, tables.cos, tables.sin)
+    return run(peer, cos, sin), run(rotate, tables)
 
 
 def seconds(run, times):
@@ -88,8 +98,18 @@ def benches():
         for name, dtype in DTYPES.items():
             forward, backward = (1.6, 1.8) if name == "bf16" else (2.4, 2.3)
             yield f"forward {name} {layout}", forward, 1, lambda d=dtype, v=view: sides(d, view=v)
-            yield f"forward+backward {name} {layout}", backward, 1, lambda d=dtype, v=view: sides(d, view=v, backward=True)
-            yield f"adjacent forward {name} {layout}", forward, 1, lambda d=dtype, v=view: sides(d, view=v, interleaved=True)
+            yield (
+                f"forward+backward {name} {layout}",
+                backward,
+                1,
+                lambda d=dtype, v=view: sides(d, view=v, backward=True),
+            )
+            yield (
+                f"adjacent forward {name} {layout}",
+                forward,
+                1,
+                lambda d=dtype, v=view: sides(d, view=v, interleaved=True),
+            )
             yield f"compiled {name} {layout}", 1.8, 1, lambda d=dtype, v=view: sides(d, view=v, compiled=True)
     for name, dtype in DTYPES.items():
         yield f"one position {name}", 1 / 1.7, 200, lambda d=dtype: sides(d, 1)
