@@ -1,0 +1,193 @@
+"""The mask of block-diffusion drafts: two forms and a plain loop agree, and every backend isolates the blocks."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import polyattn
+from polyattn import AttentionScope, GroupedQueryAttention, MaskLayout, RopeSpec, UnsupportedAttentionError
+
+# It is no part of the workspace, so it is not installed.
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "block_diffusion"))
+
+import block_diffusion as example
+from block_diffusion import block_diffusion, draft_positions
+
+pytestmark = pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
+BACKENDS = {"eager": None, "sdpa": None, "flex_attention": {"compiled": False}}
+#: anchors, block size, context length, lengths of the context, padding blocks
+CASES = {
+    "one block": ([[3]], 4, 6, None, None),
+    "several anchors": ([[0, 2, 5, 6]], 3, 6, None, None),
+    "blocks of one": ([[1, 4, 2]], 1, 5, None, None),
+    "a batch": ([[1, 3], [5, 2], [0, 5]], 2, 5, None, None),
+    "padded context": ([[2, 5], [4, 3]], 2, 5, [5, 3], None),
+    "padding blocks": ([[2, 0], [4, 1]], 3, 5, None, [[True, False], [True, True]]),
+    "both": ([[2, 0], [4, 1]], 3, 5, [2, 4], [[True, False], [False, True]]),
+    "no context": ([[0, 0]], 2, 0, None, None),
+    "an anchor beyond the context": ([[9]], 2, 4, None, None),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    anchors, size, context, lengths, blocks = CASES[request.param]
+    valid = None if lengths is None else torch.arange(context) < torch.tensor(lengths)[:, None]
+    return torch.tensor(anchors), size, context, valid, None if blocks is None else torch.tensor(blocks)
+
+
+def layout_of(case, *, dense):
+    anchors, size, context, valid, blocks = case
+    return block_diffusion(anchors, size, context, context_valid=valid, block_valid=blocks, dense=dense)
+
+
+def by_loop(case):
+    anchors, size, context, valid, blocks = case
+    batch, count = anchors.shape
+    seen = torch.zeros(batch, 1, count * size, context + count * size, dtype=torch.bool)
+    for b in range(batch):
+        for n in range(count):
+            if blocks is not None and not blocks[b, n]:
+                continue
+            for i in range(size):
+                for k in range(context):
+                    if k < anchors[b, n] and (valid is None or valid[b, k]):
+                        seen[b, 0, n * size + i, k] = True
+                for j in range(size):
+                    seen[b, 0, n * size + i, context + n * size + j] = True
+    return seen
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_both_forms_are_what_a_plain_loop_says(case, dense):
+    layout = layout_of(case, dense=dense)
+    assert torch.equal(layout.to_dense(), by_loop(case))
+
+
+def test_the_function_itself_agrees_with_the_written_mask(case):
+    want = layout_of(case, dense=True).to_dense()
+    mod = layout_of(case, dense=False).to_mask_mod()
+    _, _, queries, keys = want.shape
+    for b in range(len(want)):
+        got = torch.stack(
+            [torch.stack([mod(*map(torch.tensor, (b, 0, q, k))) for k in range(keys)]) for q in range(queries)]
+        )
+        assert torch.equal(got, want[b, 0])
+
+
+def tensors_of(layout, batch):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, 4, layout.q_len, 8), (batch, 2, layout.kv_len, 8), (batch, 2, layout.kv_len, 8))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_backend_gives_the_same_rows_from_either_form(case, name):
+    backend = polyattn.backends.resolve(name, BACKENDS[name])
+    outputs = []
+    for dense in (False, True):
+        layout = layout_of(case, dense=dense)
+        outputs.append(polyattn.attention(*tensors_of(layout, len(case[0])), layout, backend=backend).output)
+    want = polyattn.attention(*tensors_of(layout, len(case[0])), layout, backend="eager").output
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(outputs[0], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_block_never_feels_another_block_or_the_context_behind_its_anchor(name, dense):
+    layout = block_diffusion(torch.tensor([[2, 5, 8]]), 3, 8, dense=dense)
+    backend = polyattn.backends.resolve(name, BACKENDS[name])
+    q, k, v = (x.requires_grad_() for x in tensors_of(layout, 1))
+    output = polyattn.attention(q, k, v, layout, backend=backend).output
+    output[:, :, 3:6].sum().backward()  # the second block
+    seen = torch.tensor([True] * 5 + [False] * 3 + [False] * 3 + [True] * 3 + [False] * 3)
+    assert not v.grad[:, :, ~seen].any()
+    assert not k.grad[:, :, ~seen].any()
+    assert v.grad[:, :, seen].abs().amin() > 0
+    assert not q.grad[:, :, :3].any()
+    assert not q.grad[:, :, 6:].any()
+
+
+def test_structured_kernels_refuse_it_by_name():
+    layout = block_diffusion(torch.tensor([[2]]), 3, 8)
+    with pytest.raises(UnsupportedAttentionError, match="mask_mod"):
+        polyattn.attention(*tensors_of(layout, 1), layout, backend="fa")
+
+
+ROPE = RopeSpec(
+    variant="default",
+    theta=10000.0,
+    head_dim=8,
+    rotary_dim=8,
+    interleaved=False,
+    max_position=64,
+    original_max_position=None,
+    parameters={},
+)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_in_a_layer_a_block_is_drafted_as_if_it_were_alone(name, dense):
+    torch.manual_seed(0)
+    layer = GroupedQueryAttention(32, 4, 2, rope=ROPE, backend=name, backend_options=BACKENDS[name])
+    context, hidden, anchors = torch.randn(1, 8, 32), torch.randn(1, 9, 32), torch.tensor([[2, 5, 8]])
+    scope = AttentionScope(block_diffusion(anchors, 3, 8, dense=dense))
+    all_positions = torch.arange(8)[None]
+    got = layer(hidden, scope, draft_positions(anchors, 3), context, kv_positions=all_positions)
+    for block, anchor in enumerate(anchors[0].tolist()):
+        own = slice(3 * block, 3 * block + 3)
+        alone = AttentionScope(MaskLayout.full(3, anchor + 3))
+        positions, before = torch.arange(anchor, anchor + 3)[None], torch.arange(anchor)[None]
+        want = layer(hidden[:, own], alone, positions, context[:, :anchor], kv_positions=before)
+        torch.testing.assert_close(got[:, own], want, rtol=1e-5, atol=1e-6)
+
+
+def test_garbage_in_padding_reaches_nothing():
+    anchors, valid = torch.tensor([[4, 2]]), torch.tensor([[True] * 3 + [False] * 2])
+    for dense in (False, True):
+        layout = block_diffusion(
+            anchors, 2, 5, context_valid=valid, block_valid=torch.tensor([[True, False]]), dense=dense
+        )
+        q, k, v = tensors_of(layout, 1)
+        want = polyattn.attention(q, k, v, layout, backend="sdpa").output
+        for x in (k, v):
+            x[:, :, 3:5] = torch.nan
+            x[:, :, 7:] = torch.nan
+        q[:, :, 2:] = torch.nan
+        got = polyattn.attention(q, k, v, layout, backend="sdpa").output
+        assert torch.equal(got, want)
+        assert not got[:, :, 2:].any()
+
+
+def test_a_layout_of_it_travels_to_a_worker():
+    layout = block_diffusion(torch.tensor([[2, 5]]), 3, 8)
+    assert torch.equal(pickle.loads(pickle.dumps(layout)).to_dense(), layout.to_dense())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((torch.tensor([2, 5]), 3, 8), r"anchors must be Int\[B, N\], got torch.int64 \(2,\)"),
+        ((torch.tensor([[2.0]]), 3, 8), r"anchors must be Int\[B, N\], got torch.float32 \(1, 1\)"),
+        ((torch.tensor([[2]]), 0, 8), "block_size must be >= 1 and context_len >= 0, got block_size=0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        block_diffusion(*arguments)
+
+
+def test_the_example_runs(capsys, monkeypatch):
+    monkeypatch.setattr(polyattn.backends, "names", lambda: ("eager", "fa", "sdpa"))  # flex would compile
+    example.main()
+    printed = capsys.readouterr().out
+    assert "##------###------" in printed
+    assert "sdpa differs from eager by at most" in printed
+    assert "fa cannot:" in printed
