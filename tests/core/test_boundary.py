@@ -132,6 +132,12 @@ def test_a_layout_of_batch_three_serves_batch_three_only(backend):
     backend.prepare(layout, AttentionRequest.of(*tensors(3, kv_len=5)))
 
 
+@pytest.mark.parametrize("make", [MaskLayout.full, MaskLayout.causal])
+def test_a_length_beyond_any_tensor_is_refused(make):
+    with pytest.raises(LayoutError, match=r"q_len must be at most 4611686018427387904, got"):
+        make(2**70)
+
+
 @pytest.mark.parametrize("name", ["eager", "sdpa", "auto"])
 def test_a_raw_mask_is_no_layout(name):
     with pytest.raises(LayoutError, match=r"must be a MaskLayout, got Tensor; .* MaskLayout.dense\(mask\)"):

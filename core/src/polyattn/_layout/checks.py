@@ -17,14 +17,14 @@ INTEGERS = (torch.int32, torch.int64)
 LARGEST = 2**62
 
 
-def check_int(name: str, value: object, least: int = 0) -> None:
-    """Refuse anything but an int of at least ``least``; a symbolic size of a traced graph passes."""
+def check_int(name: str, value: object, least: int = 0, *, most: int | None = LARGEST) -> None:
+    """Refuse anything but an int from ``least`` to ``most``; a symbolic size of a traced graph passes."""
     if isinstance(value, torch.SymInt):
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise LayoutError(f"{name} must be an int >= {least}, got {value!r}")
-    if value > LARGEST:
-        raise LayoutError(f"{name} must be at most 2**62, got {value}")
+    if most is not None and value > most:
+        raise LayoutError(f"{name} must be at most {most}, got {value}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -36,7 +36,7 @@ def check_flag(name: str, value: object) -> None:
 def check_window(window: object) -> None:
     """Refuse anything but ``None`` and an int of at least 1."""
     if window is not None:
-        check_int("window (how many positions a query sees, its own included; None: all)", window, 1)
+        check_int("window (how many positions a query sees, its own included; None: all)", window, 1, most=None)
 
 
 def check_bool(name: str, value: object, shape: str, ranks: Sequence[int]) -> None:

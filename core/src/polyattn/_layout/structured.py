@@ -63,7 +63,7 @@ class StructuredMask:
         check_flag("causal", self.causal)
         check_window(self.window)
         if self.chunk_size is not None:
-            check_int("chunk_size", self.chunk_size, 1)
+            check_int("chunk_size", self.chunk_size, 1, most=None)
         if self.kv_valid is not None:
             check_bool("kv_valid", self.kv_valid, "[B|1, K]", (2,))
         for name, shape in (("q_positions", "Q"), ("kv_positions", "K"), ("q_segments", "Q"), ("kv_segments", "K")):
