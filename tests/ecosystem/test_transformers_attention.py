@@ -201,6 +201,16 @@ def test_a_boolean_mask_is_visibility_and_a_floating_one_a_bias(backend):
     assert torch.allclose(attend(q, k, v, mask=visible, position_bias=bias, backend=backend), both, atol=1e-5)
 
 
+def test_a_mask_of_four_dimensions_decides_about_the_window_as_in_transformers():
+    with torch.no_grad():
+        visible = MaskLayout.causal(11).to_dense()
+        additive = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        want = model_of("mistral")(ids(), attention_mask=additive).logits
+        for mask in (visible, additive):
+            ours = model_of("mistral", "polyattn_sdpa")(ids(), attention_mask=mask).logits
+            assert torch.allclose(ours, want, atol=2e-5)
+
+
 def test_a_boolean_mask_of_one_row_serves_all_queries():
     q, k, v = tensors()
     keys = torch.arange(KEYS) < 4
@@ -236,9 +246,9 @@ def test_an_unknown_keyword_given_to_a_model_is_refused():
         model_of("llama", "polyattn_eager")(ids(), temperature=0.5)
 
 
-@pytest.mark.parametrize("keyword", ["use_cache", "output_hidden_states", "num_items_in_batch"])
+@pytest.mark.parametrize("keyword", ["use_cache", "output_hidden_states", "num_items_in_batch", "return_dict"])
 def test_keywords_that_concern_no_attention_pass(keyword):
-    attend(*tensors(), **{keyword: True})
+    model_of("llama", "polyattn_eager")(ids(), **{keyword: True})
 
 
 def test_a_deterministic_kernel_is_asked_for(counted):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
@@ -264,6 +266,13 @@ def test_packed_gives_a_mask_and_positions(arguments):
     assert mask.to("cpu") is mask
     assert mask.to("meta").device == packed(**arguments, device="meta")["position_ids"].device == torch.device("meta")
     assert repr(mask).startswith("PackedMask(")
+
+
+def test_a_packed_mask_survives_the_way_from_a_data_loader_worker():
+    mask = pickle.loads(pickle.dumps(packed(LENGTHS)["attention_mask"]))
+    logits = run(model_of("llama", "polyattn_sdpa"), input_ids=tokens(), attention_mask=mask, position_ids=POSITIONS)
+    want = run(model_of("llama", "polyattn_sdpa"), input_ids=tokens(), **packed(LENGTHS))
+    assert torch.equal(logits, want)
 
 
 def test_documents_that_take_turns_have_positions_of_their_own():

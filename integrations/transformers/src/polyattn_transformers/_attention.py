@@ -86,9 +86,9 @@ def attention_forward(
         Output ``[B, Q, Hq, Dv]``, and no attention weights.
 
     Raises:
-        AttentionInputError: attention weights are asked for, a keyword is unknown, or tensors break the conventions.
+        AttentionInputError: a keyword is unknown, or tensors break the conventions.
         LayoutError: a mask of a wrong rank or dtype, or documents that contradict each other.
-        UnsupportedAttentionError: the backend refuses; carries all reasons.
+        UnsupportedAttentionError: attention weights are asked for, or the backend refuses; carries all reasons.
     """
     if output_attentions:
         raise UnsupportedAttentionError(
@@ -116,7 +116,7 @@ def attention_forward(
                 f"attention_mask [B, 1, Q, K] and {', '.join(given)} both say who sees whom; give one of them"
             )
         attention_mask, bias = _from_tensor(attention_mask, query, key, bias)
-        position_ids = None  # such a mask is the whole truth, also about documents
+        sliding_window = position_ids = None  # such a mask is the whole truth, as everywhere in transformers
     request = AttentionRequest.of(
         query,
         key,
