@@ -19,13 +19,12 @@ from polyattn._modules.inputs import check_dtype
 from polyattn._modules.kind import LayerKind, layer_kind
 from polyattn._modules.norm import RMSNorm
 from polyattn._modules.projections import keys_and_values, load_either_form
-from polyattn._modules.reading import Given, read_scope
+from polyattn._modules.reading import read_scope
 from polyattn._modules.sinks import HeadSinks
 from polyattn._modules.spec import AttentionSpec, QKNorm
 from polyattn._rope import RopeSpec, RotaryEmbedding, apply_rotary, rotate_heads
 from polyattn._scope import AttentionScope
 from polyattn._select import AUTO, resolve_backend
-from polyattn._tensors import autocast_dtype
 
 
 class GroupedQueryAttention(nn.Module):
@@ -186,8 +185,7 @@ class GroupedQueryAttention(nn.Module):
         Only shape, dtype, device and ``requires_grad`` of the hidden states count, so the model's first ones serve all
         layers.
         """
-        given = Given(hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
-        read_scope(self, scope, given)
+        read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
 
     def forward(
         self,
@@ -218,23 +216,24 @@ class GroupedQueryAttention(nn.Module):
             AttentionInputError: a shape, dtype or device does not fit; raised before any matrix product.
             LayoutError, UnsupportedAttentionError: see :meth:`AttentionBackend.prepare`; likewise.
         """
-        given = Given(hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
-        prepared, tables, context_tables, *_ = read_scope(self, scope, given)
-        if autocast_dtype(hidden.device) is None:
+        read = read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
+        prepared, tables, context_tables = read.prepared, read.tables, read.context_tables
+        if not read.autocast:
             check_dtype(hidden, getattr(self.qkv_proj if self.fused_qkv else self.q_proj, "weight", None))
+        q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary
         q, k, v = self._project(hidden)
-        q, k = self._by_head(q, self.q_norm), self._by_head(k, self.k_norm)
-        if tables is not None and self.rotary is not None:
-            q, k = apply_rotary(q, k, tables, interleaved=self.rotary.spec.interleaved)
-        q, k, v = self._finished(q, self.q_norm), self._finished(k, self.k_norm), self._values(v)
+        q, k, v = self._by_head(q, q_norm), self._by_head(k, k_norm), self._values(v)
+        if tables is not None and rotary is not None:
+            q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
+        q, k = self._finished(q, q_norm), self._finished(k, k_norm)
         if kv_hidden is not None:
             context_k, context_v = self._project_context(kv_hidden)
-            context_k = self._by_head(context_k, self.k_norm)
-            if context_tables is not None and self.rotary is not None:
-                context_k = rotate_heads(context_k, context_tables, interleaved=self.rotary.spec.interleaved)
-            k = torch.cat((self._finished(context_k, self.k_norm), k), 2)
+            context_k = self._by_head(context_k, k_norm)
+            if context_tables is not None and rotary is not None:
+                context_k = rotate_heads(context_k, context_tables, interleaved=rotary.spec.interleaved)
+            k = torch.cat((self._finished(context_k, k_norm), k), 2)
             v = torch.cat((self._values(context_v), v), 2)
-        sinks = None if self.sinks is None else self.sinks.logits()
+        sinks = self.sinks.logits() if self.spec.sinks and self.sinks is not None else None
         result = prepared(q, k, v, bias=attention_bias, sinks=sinks)
         output: Tensor = self.o_proj(result.output.transpose(1, 2).flatten(2))
         return AttentionResult(output, result.lse) if return_lse else output
@@ -274,22 +273,23 @@ class GroupedQueryAttention(nn.Module):
 
     def _by_head(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Queries or keys ``[B, S, H * D]`` as ``[B, H, S, D]``, normalised if that comes before the rotation."""
-        how, width = self.spec.qk_norm, self.spec.head_dim
-        x = x.view(*x.shape[:2], x.shape[2] // width, width)
-        if norm is not None and how is not None and how.position == "before":
-            x = _normed(x, norm, how)
+        spec = self.spec
+        batch, length, width = x.shape
+        x = x.view(batch, length, width // spec.head_dim, spec.head_dim)
+        if norm is not None and spec.qk_norm is not None and spec.qk_norm.position == "before":
+            x = _normed(x, norm, spec.qk_norm)
         return x.transpose(1, 2)
 
     def _finished(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """Queries or keys ``[B, H, S, D]``, normalised if that comes after the rotation."""
-        how = self.spec.qk_norm
-        if norm is None or how is None or how.position == "before":
+        if norm is None or (how := self.spec.qk_norm) is None or how.position == "before":
             return x
         return _normed(x.transpose(1, 2), norm, how).transpose(1, 2)
 
     def _values(self, x: Tensor) -> Tensor:
         """Values ``[B, S, G * V]`` as ``[B, G, S, V]``."""
-        return x.view(*x.shape[:2], self.spec.num_kv_heads, self.spec.v_head_dim).transpose(1, 2)
+        batch, length, _ = x.shape
+        return x.view(batch, length, self.spec.num_kv_heads, self.spec.v_head_dim).transpose(1, 2)
 
 
 def _normed(x: Tensor, norm: nn.Module, how: QKNorm) -> Tensor:

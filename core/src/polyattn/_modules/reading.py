@@ -18,38 +18,44 @@ if TYPE_CHECKING:
     from polyattn._modules.gqa import GroupedQueryAttention
 
 
-class Given(NamedTuple):
-    """The arguments of a forward, as :meth:`GroupedQueryAttention.forward` describes them."""
-
-    hidden: Tensor
-    positions: Tensor | None
-    kv_hidden: Tensor | None
-    kv_positions: Tensor | None
-    attention_bias: Tensor | None
-    return_lse: bool
-
-
 class Read(NamedTuple):
-    """What a forward reads from its scope, and the positions that it read with."""
+    """What a forward reads from its scope, the positions that it read with, and whether autocast is on."""
 
     prepared: PreparedAttention
     tables: RotaryTables | None
     context_tables: RotaryTables | None
+    autocast: bool
     positions: Tensor | None
     kv_positions: Tensor | None
 
 
-def read_scope(layer: GroupedQueryAttention, scope: AttentionScope, given: Given) -> Read:
+def read_scope(
+    layer: GroupedQueryAttention,
+    scope: AttentionScope,
+    hidden: Tensor,
+    positions: Tensor | None,
+    kv_hidden: Tensor | None,
+    kv_positions: Tensor | None,
+    bias: Tensor | None,
+    return_lse: bool,
+) -> Read:
     """Check the arguments of a forward and read the scope, which builds what it does not have yet.
 
     A layer that follows one of the same kind in a forward finds what that one read by a single look-up.
+
+    Args:
+        layer: which layer.
+        scope, hidden, positions, kv_hidden, kv_positions: see :meth:`GroupedQueryAttention.forward`.
+        bias: the attention bias.
+        return_lse: whether the LSE is wanted.
     """
-    hidden, positions, kv_hidden, kv_positions, bias, return_lse = given
     check_types(scope, hidden, kv_hidden)
-    bias_grad = bias is not None and bias.requires_grad and torch.is_grad_enabled()
+    grad = torch.is_grad_enabled()
+    bias_grad = bias is not None and grad and bias.requires_grad
+    needs_grad = grad and (hidden.requires_grad or bias_grad or _others_want_grad(layer, kv_hidden))
     low = autocast_dtype(hidden.device)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    asked = (layer.training, _needs_grad(layer, given), bias is not None, bias_grad, return_lse, deterministic)
+    asked = (layer.training, needs_grad, bias is not None, bias_grad, return_lse, deterministic)
     context = None if kv_hidden is None else (kv_hidden.shape, kv_hidden.dtype, kv_hidden.device)
     key = (layer.kind, _own(layer), hidden.shape, hidden.dtype, hidden.device, low, asked, context)
     # A compiler would guard on the table, and compile again when it has grown.
@@ -62,18 +68,14 @@ def read_scope(layer: GroupedQueryAttention, scope: AttentionScope, given: Given
         layout = None if kv_hidden is None else scope.context_layout
         prepared = scope.prepare(layer.backend, request, layout=layout, window=layer.spec.window)
         tables = (_tables(layer.rotary, scope, positions), _tables(layer.rotary, scope, kv_positions))
-        found = Read(prepared, *tables, positions, kv_positions)
+        found = Read(prepared, *tables, low is not None, positions, kv_positions)
         if not compiling:
             scope.memo[key] = found
     return found
 
 
-def _needs_grad(layer: GroupedQueryAttention, given: Given) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    if given.hidden.requires_grad:
-        return True
-    others = (given.kv_hidden, given.attention_bias, *layer.parameters())
+def _others_want_grad(layer: GroupedQueryAttention, kv_hidden: Tensor | None) -> bool:
+    others = (kv_hidden, *layer.parameters())
     return any(x is not None and x.requires_grad for x in others)
 
 
