@@ -9,7 +9,7 @@ WORKSPACE := $(shell sed -n 's/^-e //p' requirements-dev.txt)
 READY := $(VENV)/.workspace
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo smollm2 test lint format hooks bench clean
+.PHONY: help setup demo smollm2 test lint format hooks bench gpu-test gpu-bench clean
 
 help:
 	@echo "make demo    train the same small model on two backends and compare them"
@@ -19,6 +19,7 @@ help:
 	@echo "make format  let ruff mend and format the sources"
 	@echo "make hooks   run every pre-commit hook on all files"
 	@echo "make bench   run every benchmark"
+	@echo "make gpu-test  what needs a CUDA device; make gpu-bench times it there"
 	@echo "make clean   remove $(VENV), out/ and caches"
 
 setup: $(READY)
@@ -56,6 +57,12 @@ hooks: $(READY)
 
 bench: $(READY)
 	for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+gpu-test: $(READY)
+	$(BIN)/python -m pytest tests/gpu -rs $(PYTEST_ARGS)
+
+gpu-bench: $(READY)
+	$(BIN)/python benchmarks/gpu_bench.py
 
 clean:
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
