@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from bare_environment import bare_environment
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -42,21 +42,11 @@ def wheels(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment(wheels, tmp_path_factory):
-    """The ``bin`` folder of an environment with this one's third-party packages and polyattn from wheels only.
-
-    The packages are linked with their metadata, so pip resolves what the wheels declare; editable installs are ``.pth``
-    files and stay out.
-    """
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, symlinks=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    for source in {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}:
-        for entry in source.iterdir():
-            if entry.suffix != ".pth" and not entry.name.startswith(("polyattn", "tiny_lm", "__pycache__")):
-                (site / entry.name).symlink_to(entry)
-    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
+    """The ``bin`` folder of an environment with this one's third-party packages and polyattn from wheels only."""
+    binaries = bare_environment(tmp_path_factory.mktemp("environment"))
+    pip = (sys.executable, "-m", "pip", "--python", binaries / "python")
     checked(*pip, "install", "--quiet", "--no-index", "--find-links", wheels, "polyattn-sdpa", "polyattn-rope-default")
-    return folder / "bin"
+    return binaries
 
 
 def test_wheels_carry_types_licence_and_entry_points(wheels):

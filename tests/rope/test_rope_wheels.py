@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from bare_environment import bare_environment
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = {
@@ -60,15 +60,9 @@ def unpacked(source, folder):
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     """A Python with the third-party packages of this one and core from its wheel."""
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, symlinks=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    for source in {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}:
-        for entry in source.iterdir():
-            if entry.suffix != ".pth" and not entry.name.startswith(("polyattn", "tiny_lm", "__pycache__")):
-                (site / entry.name).symlink_to(entry)
+    binaries = bare_environment(tmp_path_factory.mktemp("environment"))
     core = unpacked(ROOT / "core", tmp_path_factory.mktemp("core"))
-    return folder / "bin" / "python", core
+    return binaries / "python", core
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
