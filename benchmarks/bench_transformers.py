@@ -30,7 +30,7 @@ OWN, OURS = "sdpa", "polyattn_sdpa"
 SHAPE = {
     "vocab_size": 1024,
     "hidden_size": 256,
-    "intermediate_size": 1024,
+    "intermediate_size": 688,  # 8 / 3 of the hidden size, as in Llama
     "num_hidden_layers": 12,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
