@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import textwrap
 
@@ -185,11 +186,17 @@ def test_a_backend_registered_in_code_is_selectable(monkeypatch):
     assert "polyattn_acme" not in polyattn_transformers.register()
 
 
-def test_a_backend_without_its_kernel_says_so_at_the_first_forward():
-    model = polyattn_transformers.use(model_of("llama"), "fa")
-    with pytest.raises(UnsupportedAttentionError, match="backend 'fa' cannot do this attention") as refusal:
-        model(ids())
-    assert "device" in {reason.feature for reason in refusal.value.reasons}
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_a_backend_without_its_kernel_says_so_when_the_model_is_configured():
+    model = model_of("llama")
+    for choose in (
+        lambda: polyattn_transformers.use(model, "fa"),
+        lambda: model_of("llama", "polyattn_fa"),
+    ):
+        with pytest.raises(UnsupportedAttentionError, match="flash_attn is not installed") as refusal:
+            choose()
+        assert {reason.feature for reason in refusal.value.reasons} == {"kernel"}
+    assert implementations_of(model) == {"eager"}
 
 
 def test_no_warning_says_that_a_submodel_was_set_in_the_dark(caplog):

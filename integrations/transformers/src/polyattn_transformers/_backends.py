@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from polyattn import AttentionBackend, UnknownBackendError, backends
+import torch
+
+from polyattn import AttentionBackend, UnknownBackendError, UnsupportedAttentionError, backends
 from polyattn._select import AUTO, resolve_backend
 
 PREFIX = "polyattn_"
@@ -36,6 +38,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> str:
         UnknownBackendError: nothing has that name; lists what there is.
         BackendLoadError, IncompatiblePluginError, DuplicatePluginError, BlockedPluginError: see the registry.
         ConfigError: the backend does not have these options.
+        UnsupportedAttentionError: its kernel is missing or broken.
     """
     bare = name.removeprefix(PREFIX)
     if "[" in bare and bare in _loaded and not options:
@@ -46,10 +49,19 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> str:
         have = ", ".join(PREFIX + known for known in installed())
         text = f"attn_implementation '{PREFIX}{bare}': {error}\n  implementations: {have}"
         raise UnknownBackendError(text) from error
+    _check_kernel(backend)
     if options:
         bare += "[" + ", ".join(f"{key}={value!r}" for key, value in options.items()) + "]"
     _loaded[bare] = backend
     return bare
+
+
+def _check_kernel(backend: AttentionBackend) -> None:
+    """Refuse a backend that can run nowhere, before any forward; which device a model goes to is not known yet."""
+    ask = getattr(backend, "device_reasons", None)
+    reasons = [] if ask is None else [one for one in ask(torch.device("cpu")) if one.feature == "kernel"]
+    if reasons:
+        raise UnsupportedAttentionError(backend.name, reasons)
 
 
 def loaded(name: str) -> AttentionBackend:

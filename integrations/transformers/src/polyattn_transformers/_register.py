@@ -67,6 +67,7 @@ def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Mo
             see the registry.
         ConfigError: the backend does not have these options, some modules attend without going through transformers'
             attention interface, a configuration asks for attention weights, or there is no transformers model.
+        UnsupportedAttentionError: the backend's kernel is missing or broken.
     """
     if PreTrainedModel.get_correct_attn_implementation is not _check_implementation:
         register()
