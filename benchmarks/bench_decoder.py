@@ -198,18 +198,19 @@ def main(rounds, length, path, step_of):
         step()
         click.echo(resident("VmHWM") - before)
         return
-    figures = {
-        "overhead": overhead(),
-        "training": train(length, rounds),
-        "memory": [memory(n) for n in (length // 2, length)],
-    }
-    for name, found in figures.items():
-        for row in found if isinstance(found, list) else [found]:
-            click.echo(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    figures = []
+    for name, measure in {
+        "overhead": overhead,
+        "training": lambda: train(length, rounds),
+        "memory of half the length": lambda: memory(length // 2),
+        "memory": lambda: memory(length),
+    }.items():
+        found = measure()
+        click.echo(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
+        figures.append({"what": name, **found})
     if path:
-        path.write_text(
-            json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), **figures}, indent=2)
-        )
+        threads = torch.get_num_threads()
+        path.write_text(json.dumps({"torch": torch.__version__, "threads": threads, "figures": figures}, indent=2))
 
 
 if __name__ == "__main__":
