@@ -93,14 +93,15 @@ class PreparedAttention:
     request: AttentionRequest
     state: Any = None
     _shapes: tuple[tuple[int, ...], ...] = dataclasses.field(init=False, repr=False)
-    _has_autocast: bool = dataclasses.field(init=False, repr=False)
+    _autocast: str | None = dataclasses.field(init=False, repr=False)  # device type, where autocast knows it
     _plain: bool = dataclasses.field(init=False, repr=False)
     _first_order: bool = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         request = self.request
         object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
-        object.__setattr__(self, "_has_autocast", torch.amp.is_autocast_available(request.device.type))
+        kind = request.device.type
+        object.__setattr__(self, "_autocast", kind if torch.amp.is_autocast_available(kind) else None)
         object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
         object.__setattr__(self, "_first_order", "second_order" not in getattr(self.backend, "abilities", ()))
         if not torch.compiler.is_compiling() and _hooks.installed("polyattn_prepared"):
@@ -137,7 +138,7 @@ class PreparedAttention:
             fits = False
         if not fits:
             _boundary.raise_mismatch(q, k, v, self.layout, request)
-        if self._has_autocast and torch.is_autocast_enabled(device.type):
+        if self._autocast is not None and torch.is_autocast_enabled(self._autocast):
             q, k, v = cast_for_autocast(q), cast_for_autocast(k), cast_for_autocast(v)
         dtype = request.dtype
         if q.dtype is not dtype or k.dtype is not dtype or v.dtype is not dtype:
@@ -146,7 +147,8 @@ class PreparedAttention:
             _boundary.check_bias(bias, self.layout, request)
             _boundary.check_sinks(sinks, request)
         if not request.needs_grad and torch.is_grad_enabled():
-            _boundary.check_gradients(q, k, v, bias, sinks)
+            if q.requires_grad or k.requires_grad or v.requires_grad or not self._plain:
+                _boundary.check_gradients(q, k, v, bias, sinks)
         if not request.deterministic and torch.are_deterministic_algorithms_enabled():
             raise AttentionInputError(
                 "torch.use_deterministic_algorithms(True) was set after prepare; make the request with "
@@ -159,7 +161,8 @@ class PreparedAttention:
             return self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
         _derivatives.refuse_transforms(self.backend.name)
         result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
-        _derivatives.refuse_second_order(self.backend.name, result.output, result.lse)
+        if request.needs_grad:
+            _derivatives.refuse_second_order(self.backend.name, result.output, result.lse)
         return result
 
 
