@@ -154,7 +154,8 @@ def test_only_tables_are_saved_for_the_backward(path, interleaved, dtype):
     assert saved
     assert all(x.dtype is torch.float32 and x.numel() <= 6 * 8 for x in saved)  # a table has no heads
     if path == "pieces":
-        assert {x.data_ptr() for x in saved} == {made.cos.data_ptr(), made.sin.data_ptr()}
+        assert len(saved) == 4  # q and k hold the same two
+        assert len({x.data_ptr() for x in saved}) == 2
 
 
 def test_all_layers_save_the_same_tables(path):

@@ -16,7 +16,7 @@ from polyattn._rope.embedding import RotaryTables, joined
 
 #: Elements of a piece. On the CPU its scratch stays in a core's cache, elsewhere it bounds memory. A tensor that fits
 #: into one piece is rotated at once, which costs less to start.
-_PIECE = {"cpu": 1 << 18}
+_PIECE = {"cpu": 1 << 17}
 _PIECE_ELSEWHERE = 1 << 25
 
 
@@ -74,15 +74,15 @@ def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) ->
 def _rotate(xs: list[Tensor], tables: RotaryTables, interleaved: bool) -> list[Tensor]:
     if torch.compiler.is_compiling():
         return [_traced(x, tables, interleaved) for x in xs]
-    channels: tuple[Tensor, Tensor] | None = None
-    rotated: list[Tensor] = []
-    for x in xs:
-        if x.numel() > _piece(x):
-            rotated.append(_Rotation.apply(x, tables.cos, tables.sin, interleaved))
-        else:
-            channels = channels or tables.per_channel(interleaved=interleaved)
-            rotated.append(_short(x, *channels, interleaved))
-    return rotated
+    own, partner = tables.per_channel(interleaved=interleaved)
+    return [_rotate_one(x, own, partner, interleaved) for x in xs]
+
+
+def _rotate_one(x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> Tensor:
+    """By the factors of each channel and of its partner, see :meth:`RotaryTables.per_channel`."""
+    if x.numel() > _piece(x):
+        return _Rotation.apply(x, own, partner, interleaved)
+    return _short(x, own, partner, interleaved)
 
 
 def _traced(x: Tensor, tables: RotaryTables, interleaved: bool) -> Tensor:
@@ -97,7 +97,7 @@ def _traced(x: Tensor, tables: RotaryTables, interleaved: bool) -> Tensor:
 
 
 def _short(x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> Tensor:
-    """With few operations, for tensors so small that their number counts; see :meth:`RotaryTables.per_channel`."""
+    """With few operations, for tensors so small that their number counts."""
     width = own.shape[-1]
     head = (x if width == x.shape[-1] else x[..., :width]).to(_dtype(x))
     other = head.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else head.roll(width // 2, -1)
@@ -109,41 +109,44 @@ class _Rotation(torch.autograd.Function):
     """The rotation in pieces along the sequence."""
 
     @staticmethod
-    def forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> Tensor:
         out = torch.empty_like(x) if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        cos, sin = (joined(table, table, interleaved).unsqueeze(1) for table in (cos, sin))
-        width = cos.shape[-1]
+        width = own.shape[-1]
         if width < x.shape[-1]:
             out[..., width:].copy_(x[..., width:])
         piece = max(1, _piece(x) // (x.shape[0] * x.shape[1] * width))
-        split = (tensor.split(piece, 2) for tensor in (x[..., :width], out[..., :width], cos, sin))
-        for source, target, c, s in zip(*split, strict=True):
-            _rotate_piece(source.to(_dtype(x)), target, c, s, interleaved)
+        scratch = _Scratch(x[:, :, :piece, :width], out, interleaved)
+        if interleaved:
+            partner = joined(partner[..., 1::2], partner[..., 1::2], interleaved)
+        tables = (table.unsqueeze(1) for table in (own, partner))
+        split = (tensor.split(piece, 2) for tensor in (x[..., :width], out[..., :width], *tables))
+        for source, target, cos, sin in zip(*split, strict=True):
+            scratch.rotate(source, target, cos, sin)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-        _, cos, sin, ctx.interleaved = inputs
-        ctx.save_for_backward(cos, sin)
-        ctx.save_for_forward(cos, sin)
+        _, own, partner, ctx.interleaved = inputs
+        ctx.save_for_backward(own, partner)
+        ctx.save_for_forward(own, partner)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         if grad is None:  # what a double backward hands on where nothing depends on the first gradient
             return None, None, None, None
-        cos, sin = ctx.saved_tensors
-        return _rotate([grad], RotaryTables(cos, -sin), ctx.interleaved)[0], None, None, None
+        own, partner = ctx.saved_tensors
+        return _rotate_one(grad, own, -partner, ctx.interleaved), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, cos_tangent: Tensor | None, sin_tangent: Tensor | None, _: None) -> Tensor:
-        if cos_tangent is not None or sin_tangent is not None:
+    def jvp(ctx: Any, tangent: Tensor, own_tangent: Tensor | None, partner_tangent: Tensor | None, _: None) -> Tensor:
+        if own_tangent is not None or partner_tangent is not None:
             raise NotImplementedError("the rotation has no derivative with respect to its tables")
-        return _rotate([tangent], RotaryTables(*ctx.saved_tensors), ctx.interleaved)[0]
+        return _rotate_one(tangent, *ctx.saved_tensors, ctx.interleaved)
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, own: Tensor, partner: Tensor, interleaved: bool
     ) -> tuple[Tensor, int]:
         """Fold the mapped dimension into the batch; tables that all of it shares stay as they are."""
 
@@ -152,30 +155,49 @@ class _Rotation(torch.autograd.Function):
 
         x = front(x, in_dims[0]).expand(info.batch_size, *(-1,) * 4)
         batch = x.shape[:2]
-        if in_dims[1] is not None or in_dims[2] is not None or cos.shape[0] > 1:
-            cos = front(cos, in_dims[1]).expand(*batch, -1, -1).flatten(0, 1)
-            sin = front(sin, in_dims[2]).expand(*batch, -1, -1).flatten(0, 1)
-        return _rotate([x.flatten(0, 1)], RotaryTables(cos, sin), interleaved)[0].unflatten(0, batch), 0
+        if in_dims[1] is not None or in_dims[2] is not None or own.shape[0] > 1:
+            own = front(own, in_dims[1]).expand(*batch, -1, -1).flatten(0, 1)
+            partner = front(partner, in_dims[2]).expand(*batch, -1, -1).flatten(0, 1)
+        return _rotate_one(x.flatten(0, 1), own, partner, interleaved).unflatten(0, batch), 0
 
 
-def _rotate_piece(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Rotate ``x``, which has the dtype of the arithmetic, into ``out``; the tables have a column for each channel.
+class _Scratch:
+    """What a piece is rotated in, allocated once for all pieces: fresh memory costs more than the arithmetic."""
 
-    Adjacent channels are complex numbers: ``x * cos + 1j * (x * sin)``. Multiplying by ``1j`` is exact, so a kernel
-    that fuses it into the sum changes no rounding; a product ``x * (cos + 1j * sin)`` would round some lanes otherwise.
-    """
-    direct = out.dtype is x.dtype and not (interleaved and any(stride % 2 for stride in out.stride()[:-1]))
-    product = torch.mul(x, cos, out=out if direct else torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    turned = torch.mul(x, sin, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
-    if interleaved:
-        pairs, turned_pairs = (torch.view_as_complex(y.unflatten(-1, (-1, 2))) for y in (product, turned))
-        pairs.add_(turned_pairs, alpha=1j)
-    else:
-        half = x.shape[-1] // 2
-        product[..., :half].sub_(turned[..., half:])
-        product[..., half:].add_(turned[..., :half])
-    if not direct:
-        out.copy_(product)
+    def __init__(self, piece: Tensor, out: Tensor, interleaved: bool) -> None:
+        """For pieces of at most the shape of ``piece``, rotated into pieces of ``out``."""
+
+        def make() -> Tensor:
+            return torch.empty(piece.shape, dtype=_dtype(piece), device=piece.device)
+
+        self.interleaved = interleaved
+        self.turned = make()
+        self.wide = None if piece.dtype is self.turned.dtype else make()
+        direct = self.wide is None and not (interleaved and any(stride % 2 for stride in out.stride()[:-1]))
+        self.product = None if direct else make()
+
+    def rotate(self, x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate ``x`` into ``out``, of any strides.
+
+        The tables have a column for each channel. For halves those of ``sin`` that belong to the first are negated;
+        then both halves subtract. Adjacent channels are complex numbers: ``x * cos + 1j * (x * sin)``. Multiplying by
+        ``1j`` is exact, so a kernel that fuses it into the sum changes no rounding; a product ``x * (cos + 1j * sin)``
+        would round some lanes otherwise.
+        """
+        size = x.shape[2]
+        if self.wide is not None:
+            x = self.wide[:, :, :size].copy_(x)
+        product = torch.mul(x, cos, out=out if self.product is None else self.product[:, :, :size])
+        turned = torch.mul(x, sin, out=self.turned[:, :, :size])
+        if self.interleaved:
+            pairs, turned_pairs = (torch.view_as_complex(y.unflatten(-1, (-1, 2))) for y in (product, turned))
+            pairs.add_(turned_pairs, alpha=1j)
+        else:
+            half = x.shape[-1] // 2
+            product[..., :half].sub_(turned[..., half:])
+            product[..., half:].sub_(turned[..., :half])
+        if self.product is not None:
+            out.copy_(product)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
