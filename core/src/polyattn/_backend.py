@@ -7,6 +7,8 @@ that with tensors validates them, applies the autocast rule and runs the backend
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -86,6 +88,7 @@ class PreparedAttention:
         layout: the mask.
         request: sizes, dtype, device and features.
         state: the backend's own; tensors and static ints only.
+        autocast_kind: the type of the request's device, where autocast knows it.
     """
 
     backend: AttentionBackend
@@ -93,17 +96,19 @@ class PreparedAttention:
     request: AttentionRequest
     state: Any = None
     _shapes: tuple[tuple[int, ...], ...] = dataclasses.field(init=False, repr=False)
-    _autocast: str | None = dataclasses.field(init=False, repr=False)  # device type, where autocast knows it
+    autocast_kind: str | None = dataclasses.field(init=False, repr=False)
     _plain: bool = dataclasses.field(init=False, repr=False)
-    _first_order: bool = dataclasses.field(init=False, repr=False)
+    _refusal: Callable[[tuple[Tensor, ...]], None] | None = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         request = self.request
         object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
         kind = request.device.type
-        object.__setattr__(self, "_autocast", kind if torch.amp.is_autocast_available(kind) else None)
+        object.__setattr__(self, "autocast_kind", kind if torch.amp.is_autocast_available(kind) else None)
         object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
-        object.__setattr__(self, "_first_order", "second_order" not in getattr(self.backend, "abilities", ()))
+        second_order = "second_order" in getattr(self.backend, "abilities", ())
+        refusal = None if second_order else functools.partial(_derivatives.refuse_second_order, self.backend.name)
+        object.__setattr__(self, "_refusal", refusal)
         if not torch.compiler.is_compiling() and _hooks.installed("polyattn_prepared"):
             _hooks.call("polyattn_prepared", prepared=self)
 
@@ -138,7 +143,7 @@ class PreparedAttention:
             fits = False
         if not fits:
             _boundary.raise_mismatch(q, k, v, self.layout, request)
-        if self._autocast is not None and torch.is_autocast_enabled(self._autocast):
+        if self.autocast_kind is not None and torch.is_autocast_enabled(self.autocast_kind):
             q, k, v = cast_for_autocast(q), cast_for_autocast(k), cast_for_autocast(v)
         dtype = request.dtype
         if q.dtype is not dtype or k.dtype is not dtype or v.dtype is not dtype:
@@ -146,9 +151,8 @@ class PreparedAttention:
         if not (self._plain and bias is None and sinks is None):
             _boundary.check_bias(bias, self.layout, request)
             _boundary.check_sinks(sinks, request)
-        if not request.needs_grad and torch.is_grad_enabled():
-            if q.requires_grad or k.requires_grad or v.requires_grad or not self._plain:
-                _boundary.check_gradients(q, k, v, bias, sinks)
+        if not request.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad or not self._plain):
+            _boundary.check_gradients(q, k, v, bias, sinks)
         if not request.deterministic and torch.are_deterministic_algorithms_enabled():
             raise AttentionInputError(
                 "torch.use_deterministic_algorithms(True) was set after prepare; make the request with "
@@ -157,12 +161,17 @@ class PreparedAttention:
         if torch.compiler.is_compiling():
             # Dynamo refuses an autograd function that gets one tensor twice, as when k is v.
             return self.backend.attend(q, k.view_as(k), v.view_as(v), self, bias=bias, sinks=sinks)
-        if not self._first_order:
+        if self._refusal is None:
             return self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
         _derivatives.refuse_transforms(self.backend.name)
         result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
         if request.needs_grad:
-            _derivatives.refuse_second_order(self.backend.name, result.output, result.lse)
+            node = result.output.grad_fn
+            if node is not None:
+                node.register_prehook(self._refusal)
+            node = None if result.lse is None else result.lse.grad_fn
+            if node is not None:
+                node.register_prehook(self._refusal)
         return result
 
 

@@ -100,8 +100,8 @@ def raise_dtype_mismatch(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequ
 
 
 def check_gradients(*tensors: Tensor | None) -> None:
-    """Refuse tensors that want gradients which were not prepared for; grad mode is on when this is called."""
-    if any(x is not None and x.requires_grad for x in tensors):
+    """Refuse tensors that want gradients, in grad mode, which were not prepared for."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise AttentionInputError(
             "a tensor requires grad but the request was made with needs_grad=False; make the request with "
             "needs_grad=True (AttentionRequest.of reads it off the tensors), or call under torch.no_grad()"

@@ -6,9 +6,6 @@ mode and differentiating twice go to a backend with the ability ``second_order``
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -23,20 +20,12 @@ def refuse_transforms(backend: str) -> None:
         )
 
 
-def refuse_second_order(backend: str, *outputs: Tensor | None) -> None:
-    """Make a backward through ``outputs`` with ``create_graph=True`` raise."""
-    for output in outputs:
-        if output is not None and output.grad_fn is not None:
-            # On the node, not on the tensor: Tensor.register_hook costs five times as much.
-            output.grad_fn.register_prehook(_refusal(backend))
+def refuse_second_order(backend: str, grads: tuple[Tensor, ...]) -> None:
+    """Raise where a graph of the gradient is wanted (``create_graph=True``); a hook that runs before a node's backward.
 
-
-@functools.lru_cache(maxsize=64)
-def _refusal(backend: str) -> Callable[[tuple[Tensor, ...]], None]:
-    def refuse(grads: tuple[Tensor, ...]) -> None:
-        if torch.is_grad_enabled():  # backward runs its hooks in grad mode only when a graph of the gradient is wanted
-            raise NotImplementedError(
-                f"backend '{backend}' has no second derivatives (create_graph=True); use the backend 'eager'"
-            )
-
-    return refuse
+    A hook on the node, not on the tensor: ``Tensor.register_hook`` costs five times as much.
+    """
+    if torch.is_grad_enabled():  # backward runs its hooks in grad mode only then
+        raise NotImplementedError(
+            f"backend '{backend}' has no second derivatives (create_graph=True); use the backend 'eager'"
+        )

@@ -218,24 +218,28 @@ class GroupedQueryAttention(nn.Module):
         """
         read = read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
         prepared, tables, context_tables = read.prepared, read.tables, read.context_tables
-        if not read.autocast:
-            check_dtype(hidden, getattr(self.qkv_proj if self.fused_qkv else self.q_proj, "weight", None))
-        q_norm, k_norm, rotary = self.q_norm, self.k_norm, self.rotary
+        parts = self._modules  # asked directly: Module.__getattr__ takes several times as long
+        weight = getattr(parts["qkv_proj" if self.fused_qkv else "q_proj"], "weight", None)
+        if not read.autocast and getattr(weight, "dtype", None) is not hidden.dtype:
+            check_dtype(hidden, weight)
+        q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
         q, k, v = self._project(hidden)
         q, k, v = self._by_head(q, q_norm), self._by_head(k, k_norm), self._values(v)
         if tables is not None and rotary is not None:
             q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
-        q, k = self._finished(q, q_norm), self._finished(k, k_norm)
+        late = self.spec.qk_norm is not None and self.spec.qk_norm.position == "after"
+        if late:
+            q, k = self._normed_late(q, q_norm), self._normed_late(k, k_norm)
         if kv_hidden is not None:
             context_k, context_v = self._project_context(kv_hidden)
             context_k = self._by_head(context_k, k_norm)
             if context_tables is not None and rotary is not None:
                 context_k = rotate_heads(context_k, context_tables, interleaved=rotary.spec.interleaved)
-            k = torch.cat((self._finished(context_k, k_norm), k), 2)
+            k = torch.cat((self._normed_late(context_k, k_norm) if late else context_k, k), 2)
             v = torch.cat((self._values(context_v), v), 2)
         sinks = self.sinks.logits() if self.spec.sinks and self.sinks is not None else None
         result = prepared(q, k, v, bias=attention_bias, sinks=sinks)
-        output: Tensor = self.o_proj(result.output.transpose(1, 2).flatten(2))
+        output: Tensor = parts["o_proj"](result.output.transpose(1, 2).flatten(2))
         return AttentionResult(output, result.lse) if return_lse else output
 
     def extra_repr(self) -> str:
@@ -260,10 +264,11 @@ class GroupedQueryAttention(nn.Module):
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, ``[B, S, heads * width]``."""
+        parts = self._modules
         if self.fused_qkv:
-            q, k, v = self.qkv_proj(hidden).split(self._widths, -1)
+            q, k, v = parts["qkv_proj"](hidden).split(self._widths, -1)
             return q, k, v
-        return self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
+        return parts["q_proj"](hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
 
     def _project_context(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, ``[B, C, heads * width]``."""
@@ -280,11 +285,11 @@ class GroupedQueryAttention(nn.Module):
             x = _normed(x, norm, spec.qk_norm)
         return x.transpose(1, 2)
 
-    def _finished(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Queries or keys ``[B, H, S, D]``, normalised if that comes after the rotation."""
-        if norm is None or (how := self.spec.qk_norm) is None or how.position == "before":
-            return x
-        return _normed(x.transpose(1, 2), norm, how).transpose(1, 2)
+    def _normed_late(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """Rotated queries or keys ``[B, H, S, D]``, normalised."""
+        assert norm is not None
+        assert self.spec.qk_norm is not None
+        return _normed(x.transpose(1, 2), norm, self.spec.qk_norm).transpose(1, 2)
 
     def _values(self, x: Tensor) -> Tensor:
         """Values ``[B, S, G * V]`` as ``[B, G, S, V]``."""
