@@ -218,7 +218,7 @@ class GroupedQueryAttention(nn.Module):
         """
         read = read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
         prepared, tables, context_tables = read.prepared, read.tables, read.context_tables
-        parts = self._modules  # asked directly: Module.__getattr__ takes several times as long
+        parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
         weight = getattr(parts["qkv_proj" if self.fused_qkv else "q_proj"], "weight", None)
         if not read.autocast and getattr(weight, "dtype", None) is not hidden.dtype:
             check_dtype(hidden, weight)
@@ -264,7 +264,7 @@ class GroupedQueryAttention(nn.Module):
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, ``[B, S, heads * width]``."""
-        parts = self._modules
+        parts: dict[str, Any] = self._modules
         if self.fused_qkv:
             q, k, v = parts["qkv_proj"](hidden).split(self._widths, -1)
             return q, k, v

@@ -81,7 +81,8 @@ def _rotate(xs: list[Tensor], tables: RotaryTables, interleaved: bool) -> list[T
 def _rotate_one(x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> Tensor:
     """By the factors of each channel and of its partner, see :meth:`RotaryTables.per_channel`."""
     if x.numel() > _piece(x):
-        return _Rotation.apply(x, own, partner, interleaved)
+        rotated: Tensor = _Rotation.apply(x, own, partner, interleaved)
+        return rotated
     return _short(x, own, partner, interleaved)
 
 
@@ -142,7 +143,8 @@ class _Rotation(torch.autograd.Function):
     def jvp(ctx: Any, tangent: Tensor, own_tangent: Tensor | None, partner_tangent: Tensor | None, _: None) -> Tensor:
         if own_tangent is not None or partner_tangent is not None:
             raise NotImplementedError("the rotation has no derivative with respect to its tables")
-        return _rotate_one(tangent, *ctx.saved_tensors, ctx.interleaved)
+        own, partner = ctx.saved_tensors
+        return _rotate_one(tangent, own, partner, ctx.interleaved)
 
     @staticmethod
     def vmap(
