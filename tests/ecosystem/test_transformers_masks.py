@@ -264,12 +264,22 @@ def test_documents_shorter_than_the_call_are_refused():
 @pytest.mark.parametrize("make", [lambda: layout_mask(ROWS, NEW, NEW), lambda: packed([3, 3])["attention_mask"]])
 def test_a_model_that_treats_the_mask_as_a_tensor_is_told(make):
     mask = make()
-    with pytest.raises(AttributeError, match="no tensor and has no attribute 'cumsum'"):
-        mask.cumsum(-1)
+    with pytest.raises(AttributeError, match="no tensor and has no attribute 'tril'"):
+        mask.tril(-1)
     with pytest.raises(TypeError, match="no tensor and cannot be indexed"):
         mask[:, :, :, :2]
     with pytest.raises(TypeError, match="no tensor and cannot be given to torch's where"):
         torch.where(mask, 0.0, 1.0)
+
+
+def test_chunks_that_would_count_from_the_row_take_no_packed_documents():
+    with pytest.raises(LayoutError, match="chunks count from the start of the row, not of each document.*pad the doc"):
+        hf.create_chunked_causal_mask(
+            config=config_of("polyattn_sdpa"),
+            inputs_embeds=torch.zeros(1, NEW, 8),
+            attention_mask=packed([2, 4])["attention_mask"],
+            past_key_values=None,
+        )
 
 
 def test_a_mask_moves_to_a_device_once_for_all_layers():

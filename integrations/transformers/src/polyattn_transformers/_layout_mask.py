@@ -6,7 +6,7 @@ what a backend prepared: once per forward and kind of layer, whatever the number
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from polyattn import (
 )
 from polyattn_transformers import _documents
 from polyattn_transformers._documents import Segments
+from polyattn_transformers._no_tensor import NoTensor
 
 
-class LayoutMask:
+class LayoutMask(NoTensor):
     """A mask as transformers carries it around: a ``MaskLayout``, and what backends prepared for it.
 
     A plain class, so that no wrapper takes it apart. It answers what generic code asks a four-dimensional mask for its
@@ -38,6 +39,11 @@ class LayoutMask:
 
     dtype = torch.bool
     ndim = 4
+    what = "the mask of a polyattn implementation"
+    cure = (
+        "this model changes masks on their way to the attention layers, which polyattn cannot follow; give the model a "
+        "four-dimensional attention_mask, or choose transformers' own attn_implementation"
+    )
 
     def __init__(
         self,
@@ -147,17 +153,6 @@ class LayoutMask:
             )
         return layout & _documents.segmented(inferred, inferred)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(_no_tensor(f"has no attribute {name!r}"))
-
-    def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(_no_tensor("cannot be indexed"))
-
-    @classmethod
-    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
-        """Refuse every function of torch."""
-        raise TypeError(_no_tensor(f"cannot be given to torch's {getattr(function, '__name__', function)}"))
-
     def __repr__(self) -> str:
         return f"LayoutMask({self.layout.describe()})"
 
@@ -170,11 +165,3 @@ def with_own_window(layout: MaskLayout, window: int | None) -> MaskLayout:
     visibility: Any = layout.visibility
     decided = getattr(visibility, "window", None) is not None or callable(visibility)
     return layout if window is None or decided else layout.with_window(window)
-
-
-def _no_tensor(fact: str) -> str:
-    return (
-        f"the mask of a polyattn implementation is no tensor and {fact}: this model changes masks on their way to the "
-        "attention layers, which polyattn cannot follow; give the model a four-dimensional attention_mask, or choose "
-        "transformers' own attn_implementation"
-    )

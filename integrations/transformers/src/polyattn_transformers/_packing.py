@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout
+from polyattn_transformers._no_tensor import NoTensor
 
 Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -49,7 +50,7 @@ def packed(
     return {"attention_mask": mask, "position_ids": _positions(mask.documents)}
 
 
-class PackedMask:
+class PackedMask(NoTensor):
     """Packed documents in the place of an ``attention_mask``; made by :func:`packed`.
 
     Attributes:
@@ -58,6 +59,12 @@ class PackedMask:
 
     dtype = torch.bool
     ndim = 2
+    what = "a PackedMask"
+    cure = (
+        "only attention of polyattn reads it (attn_implementation='polyattn_...' or polyattn_transformers.use), and "
+        "generation takes no packed prompts; elsewhere, pass position_ids that restart with each document and no "
+        "attention_mask"
+    )
 
     def __init__(self, causal: MaskLayout, full: MaskLayout | None = None) -> None:
         visibility: Any = causal.visibility
@@ -86,27 +93,15 @@ class PackedMask:
             return self
         return PackedMask(self.layouts[True].to(device), self.layouts[False].to(device))
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(_no_tensor(f"has no attribute {name!r}"))
-
-    def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(_no_tensor("cannot be indexed"))
-
-    @classmethod
-    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
-        """Refuse every function of torch."""
-        raise TypeError(_no_tensor(f"cannot be given to torch's {getattr(function, '__name__', function)}"))
+    def cumsum(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse what a model with chunked attention asks of a padding mask."""
+        raise LayoutError(
+            "a model with chunked attention takes no packed documents: its chunks count from the start of the row, not "
+            "of each document, so a packed document would not get the numbers that it gets alone; pad the documents"
+        )
 
     def __repr__(self) -> str:
         return f"PackedMask({self.layouts[True].describe()})"
-
-
-def _no_tensor(fact: str) -> str:
-    return (
-        f"a PackedMask is no tensor and {fact}: only attention of polyattn reads it "
-        "(attn_implementation='polyattn_...' or polyattn_transformers.use), and generation takes no packed prompts; "
-        "elsewhere, pass position_ids that restart with each document and no attention_mask"
-    )
 
 
 def check_length(mask: PackedMask, q_len: int, kv_len: int) -> None:

@@ -1,0 +1,32 @@
+"""What travels in the place of a mask tensor and says so when it is used as one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn
+
+
+class NoTensor:
+    """Refuses every use as a tensor that a subclass does not answer itself.
+
+    Attributes:
+        what: the subject of the refusals.
+        cure: what to do, after the colon.
+    """
+
+    what: ClassVar[str]
+    cure: ClassVar[str]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(self._refusal(f"has no attribute {name!r}"))
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(self._refusal("cannot be indexed"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
+        """Refuse every function of torch."""
+        raise TypeError(cls._refusal(f"cannot be given to torch's {getattr(function, '__name__', function)}"))
+
+    @classmethod
+    def _refusal(cls, fact: str) -> str:
+        return f"{cls.what} is no tensor and {fact}: {cls.cure}"
