@@ -273,7 +273,7 @@ def test_a_model_that_treats_the_mask_as_a_tensor_is_told(make):
 
 
 def test_chunks_that_would_count_from_the_row_take_no_packed_documents():
-    with pytest.raises(LayoutError, match="chunks count from the start of the row, not of each document.*pad the doc"):
+    with pytest.raises(LayoutError, match=r"chunks count from the start of the row, not of each document.*pad the doc"):
         hf.create_chunked_causal_mask(
             config=config_of("polyattn_sdpa"),
             inputs_embeds=torch.zeros(1, NEW, 8),
