@@ -120,7 +120,7 @@ def run_python(tmp_path):
     ``run_python(["-m", "polyattn", "list"])`` runs a command instead of code. ``status=None`` accepts any.
     """
 
-    def run(code, *, path=(), env=None, status=0, timeout=60):
+    def run(code, *, path=(), env=None, status=0, timeout=180):
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("POLYATTN", "PYTHON"))}
         environment = clean | {"PYTHONPATH": os.pathsep.join(map(str, path)), **(env or {})}
         arguments = ["-c", code] if isinstance(code, str) else list(map(str, code))

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import logging
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import polyattn_transformers
 from polyattn import BackendBase, ConfigError, UnknownBackendError, UnsupportedAttentionError, backends
 from polyattn_transformers._versions import check_version
+from tiny_dists import TinyDist
 from tiny_models import ZOO, config_of, ids, model_of
 
 
@@ -169,6 +171,40 @@ def test_no_model_loses_a_request_for_attention_weights(name):
     model = model_of(name, "polyattn_eager")
     with pytest.raises(UnsupportedAttentionError, match="output_attentions=True"):
         model(**ZOO[name].inputs(), output_attentions=True)
+
+
+def test_a_strangers_backend_is_a_name_like_any_other(run_python, tmp_path):
+    module = """
+        from torch.nn.functional import scaled_dot_product_attention
+        from polyattn import AttentionResult, BackendBase
+
+        class Backend(BackendBase):
+            name = "acme"
+            abilities = frozenset({"float32", "full", "causal", "gqa", "grad"})
+
+            def plan(self, layout, request):
+                return layout.to_dense(request.device)
+
+            def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+                return AttentionResult(
+                    scaled_dot_product_attention(
+                        q, k, v, attn_mask=prepared.state, scale=prepared.request.scale, enable_gqa=True
+                    )
+                )
+    """
+    dist = TinyDist("acme", backends={"acme": "acme:Backend"}, modules={"acme.py": textwrap.dedent(module)})
+    code = """
+        import torch, polyattn_transformers
+        from polyattn import AttentionConfig
+        from tiny_models import ids, model_of
+
+        assert AttentionConfig.from_dict({"attn_backend": "acme"}).layer(0).backend.name == "acme"
+        polyattn_transformers.register()
+        logits = [model_of("llama", name)(ids()).logits for name in ("polyattn_acme", "eager")]
+        torch.testing.assert_close(*logits)
+    """
+    support = Path(__file__).parents[1] / "support"
+    run_python(textwrap.dedent(code), path=[dist.unpack(tmp_path / "site"), support])
 
 
 def test_a_backend_registered_in_code_is_selectable(monkeypatch):
