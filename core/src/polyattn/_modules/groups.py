@@ -28,49 +28,70 @@ class LayerGroup:
             return layer >= start and (stop is None or layer < stop) and (layer - start) % step == 0
         return layer in self.layers
 
+    def lies_within(self, layers: int) -> bool:
+        """Whether a model of ``layers`` layers has every layer of the list, or one of the slice."""
+        return _slice(self.layers)[0] < layers if isinstance(self.layers, str) else max(self.layers) < layers
 
-def layer_group(value: LayerGroup | Mapping[str, Any], index: int, fields: Sequence[str]) -> LayerGroup:
-    """Read a group of a config.
+
+def group_fields(value: object, where: str) -> dict[str, Any]:
+    """The keys and values of a group, ``layers`` among them.
 
     Args:
-        value: a mapping with ``layers`` and the fields to override, or a group.
-        index: where it stands in the config's list, for messages.
-        fields: what may be overridden.
+        value: a mapping, or a group that was read before.
+        where: what to call it in messages.
 
     Raises:
-        ConfigError: a key is unknown, or ``layers`` is neither a slice nor a list of indices.
+        ConfigError: it is neither.
     """
     if isinstance(value, LayerGroup):
-        return value
-    if not isinstance(value, Mapping) or "layers" not in value:
-        raise ConfigError(f"groups[{index}] must be a mapping with 'layers', got {value!r}")
-    unknown = [key for key in value if key != "layers" and key not in fields]
+        return {"layers": value.layers, **value.overrides}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be a mapping with 'layers', got {value!r}")
+    return dict(value)
+
+
+def check_group_keys(fields: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
+    """Refuse a group with other keys than ``layers`` and ``known``.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    if "layers" not in fields:
+        raise ConfigError(f"{where} must be a mapping with 'layers', got {dict(fields)!r}")
+    unknown = [repr(key) for key in fields if key != "layers" and key not in known]
     if unknown:
-        raise ConfigError(
-            f"unknown key {', '.join(map(repr, unknown))} in groups[{index}]; the keys are layers, {', '.join(fields)}"
-        )
-    layers = value["layers"]
-    if isinstance(layers, str):
-        _slice(layers)
-    elif isinstance(layers, Sequence) and all(
-        isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in layers
+        raise ConfigError(f"unknown key {', '.join(unknown)} in {where}; the keys are layers, {', '.join(known)}")
+
+
+def read_layers(value: object, where: str) -> tuple[int, ...] | str:
+    """Which layers a group speaks of.
+
+    Raises:
+        ConfigError: it is neither a slice nor a list of indices, or speaks of no layer, or of one twice.
+    """
+    if isinstance(value, str):
+        _slice(value, where)
+        return value
+    if (
+        not isinstance(value, Sequence)
+        or not value
+        or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
     ):
-        layers = tuple(layers)
-    else:
-        raise ConfigError(
-            f"groups[{index}].layers must be a list of indices >= 0 or a slice such as '5::6', got {layers!r}"
-        )
-    return LayerGroup(layers, {key: value[key] for key in value if key != "layers"})
+        raise ConfigError(f"{where} must be a list of indices >= 0 or a slice such as '5::6', got {value!r}")
+    if len(set(value)) < len(value):
+        raise ConfigError(f"{where} must name each layer once, got {list(value)}")
+    return tuple(value)
 
 
-def _slice(text: str) -> tuple[int, int | None, int]:
-    parts = text.split(":")
+def _slice(text: str, where: str = "layers") -> tuple[int, int | None, int]:
     try:
-        numbers = [int(part) if part.strip() else None for part in parts]
+        numbers = [int(part) if part.strip() else None for part in text.split(":")]
     except ValueError:
         numbers = []
-    start, stop, step = (*numbers, None, None, None)[:3] if 2 <= len(numbers) <= 3 else (-1, None, None)
+    start, stop, step = (*numbers, None, None)[:3] if 2 <= len(numbers) <= 3 else (-1, None, None)
     start, step = (0 if start is None else start), (1 if step is None else step)
     if start < 0 or step < 1 or (stop is not None and stop < 0):
-        raise ConfigError(f"layers must be a slice 'start:stop:step' of non-negative numbers, got {text!r}")
+        raise ConfigError(f"{where} must be a slice 'start:stop:step' of non-negative numbers, got {text!r}")
+    if stop is not None and stop <= start:
+        raise ConfigError(f"{where} must speak of a layer, got {text!r}: a slice that stops at {stop} holds none")
     return start, stop, step

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyattn._errors import AttentionInputError
 from polyattn._scope import AttentionScope
@@ -84,17 +85,51 @@ def check_inputs(
         raise AttentionInputError("; ".join(problems))
 
 
-def check_dtype(hidden: Tensor, weight: object) -> None:
+def check_parts(spec: AttentionSpec, parts: Mapping[str, Any]) -> None:
+    """Refuse submodules that the structure knows nothing of, and which would stay unused.
+
+    Taking one out, or putting another in its place, is fine.
+
+    Args:
+        spec: of the layer.
+        parts: its submodules by name.
+
+    Raises:
+        AttentionInputError: a norm, rotary module or sinks in a layer without, or a rotary module of another kind.
+    """
+    unknown = []
+    if spec.qk_norm is None:
+        unknown = [name for name in ("q_norm", "k_norm") if parts.get(name) is not None]
+    if spec.rope is None and parts.get("rotary") is not None:
+        unknown.append("rotary")
+    if not spec.sinks and parts.get("sinks") is not None:
+        unknown.append("sinks")
+    if unknown:
+        raise AttentionInputError(
+            f"{', '.join(unknown)} must be None in a layer that was built without, got "
+            f"{', '.join(type(parts[name]).__name__ for name in unknown)}; "
+            "build the layer with qk_norm=, rope= or sinks= instead of adding the module to it"
+        )
+    rotary = parts.get("rotary")
+    if rotary is not None and not hasattr(rotary, "sharing_key"):
+        raise AttentionInputError(
+            f"rotary must be a RotaryEmbedding, one of a subclass, or None for no rotation, got {type(rotary).__name__}"
+        )
+
+
+def check_dtype(hidden: Tensor, projection: nn.Module) -> None:
     """Refuse hidden states that the projections cannot multiply; autocast must be off when this is called.
 
     Args:
         hidden: the hidden states.
-        weight: of a projection. One that is not of floating type (quantised) knows itself what it can do.
+        projection: the first one. Anything but a plain linear map (an adapter, a quantised or parametrised layer)
+            knows itself what it can do, and is not looked at.
 
     Raises:
         AttentionInputError: the dtypes differ.
     """
-    if isinstance(weight, Tensor) and weight.dtype is not hidden.dtype and weight.dtype in FLOATING:
+    weight = projection._parameters["weight"] if type(projection) is nn.Linear else None  # noqa: SLF001
+    if weight is not None and weight.dtype is not hidden.dtype and weight.dtype in FLOATING:
         raise AttentionInputError(
             f"hidden must have the dtype of the projections, {weight.dtype}, got {hidden.dtype}; "
             "cast one of them, or run under torch.autocast"

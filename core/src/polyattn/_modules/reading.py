@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn._backend import PreparedAttention
-from polyattn._modules.inputs import check_inputs, check_types
+from polyattn._modules.inputs import check_inputs, check_parts, check_types
 from polyattn._modules.kind import Call
 from polyattn._rope import RotaryEmbedding, RotaryTables
 from polyattn._scope import AttentionScope
@@ -16,6 +16,7 @@ from polyattn._tensors import autocast_dtype
 
 if TYPE_CHECKING:
     from polyattn._modules.gqa import GroupedQueryAttention
+    from polyattn._modules.spec import AttentionSpec
 
 
 class Read(NamedTuple):
@@ -69,25 +70,37 @@ def read_scope(
     deterministic = torch.are_deterministic_algorithms_enabled()
     asked = (layer.training, needs_grad, bias is not None, bias_grad, return_lse, deterministic)
     context = None if kv_hidden is None else (kv_hidden.shape, kv_hidden.dtype, kv_hidden.device)
-    rotary: Any = layer._modules.get("rotary")  # noqa: SLF001  # as layer.rotary, in a fraction of the time
-    # The embedding itself, unless it makes the tables that every layer of this kind makes.
-    own = None if rotary is None or rotary.sharing_key() is layer.spec.rope else rotary
-    key = (layer.kind, own, hidden.shape, hidden.dtype, hidden.device, asked, context)
+    parts: dict[str, Any] = layer._modules  # noqa: SLF001  # as layer.rotary, in a fraction of the time
+    kind, rotary = layer.kind, parts.get("rotary")
+    spec = kind.spec
+    check_parts(spec, parts)
+    key = (kind, _source(rotary, spec), hidden.shape, hidden.dtype, hidden.device, asked, context)
     # A compiler would guard on the table, and compile again when it has grown.
     compiling = torch.compiler.is_compiling()
     found: Read | None = None if compiling else scope.memo.get(key)
     if found is None or not found.holds(positions, kv_positions):
-        check_inputs(layer.spec, scope, hidden, positions, kv_hidden, kv_positions)
+        check_inputs(spec, scope, hidden, positions, kv_hidden, kv_positions)
         low = autocast_dtype(hidden.device)
         dtype = hidden.dtype if low is None or hidden.dtype is torch.float64 else low
-        request = layer.kind.request(Call(hidden.shape[0], dtype, hidden.device, *asked))
+        request = kind.request(Call(hidden.shape[0], dtype, hidden.device, *asked))
         layout = None if kv_hidden is None else scope.context_layout
-        prepared = scope.prepare(layer.backend, request, layout=layout, window=layer.spec.window)
+        prepared = scope.prepare(kind.backend, request, layout=layout, window=spec.window)
         tables = (_tables(rotary, scope, positions), _tables(rotary, scope, kv_positions))
         found = Read(prepared, *tables, positions, kv_positions, low)
         if not compiling:
             scope.memo[key] = found
     return found
+
+
+def _source(rotary: RotaryEmbedding | None, spec: AttentionSpec) -> RotaryEmbedding | bool:
+    """Where the tables come from: the rotary module, if they are its own; else whether there are any.
+
+    Layers of one kind whose rotary modules are the built-in one have one rule.
+    """
+    if rotary is None:
+        return False
+    shared = rotary.sharing_key()
+    return shared is spec.rope or shared == spec.rope or rotary
 
 
 def _others_want_grad(layer: GroupedQueryAttention, kv_hidden: Tensor | None) -> bool:

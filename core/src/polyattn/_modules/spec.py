@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from polyattn._errors import ConfigError
+from polyattn._numbers import is_number, shown
 from polyattn._rope import RopeSpec
 
 
@@ -35,8 +35,8 @@ class QKNorm:
             problems.append(f"qk_norm.scope must be 'head' or 'projection', got {self.scope!r}")
         if not isinstance(self.weighted, bool):
             problems.append(f"qk_norm.weighted must be true or false, got {self.weighted!r}")
-        if not _is_number(self.eps) or not 0 < self.eps < 1:
-            problems.append(f"qk_norm.eps must be a small positive number such as 1e-6, got {self.eps!r}")
+        if not is_number(self.eps) or not 0 < self.eps < 1:
+            problems.append(f"qk_norm.eps must be a small positive number such as 1e-6, got {shown(self.eps)}")
         if problems:
             raise ConfigError("; ".join(problems))
         object.__setattr__(self, "eps", float(self.eps))
@@ -211,16 +211,16 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _or_none(need: str, holds: Callable[[Any], bool]) -> tuple[str, Callable[[Any], bool]]:
     return f"{need} or None", lambda value: value is None or holds(value)
 
 
-_SIZE: tuple[str, Callable[[Any], bool]] = ("an int >= 1", lambda value: _is_int(value) and value >= 1)
-_POSITIVE: tuple[str, Callable[[Any], bool]] = ("a positive number", lambda value: _is_number(value) and value > 0)
+_SIZE: tuple[str, Callable[[Any], bool]] = (
+    "an int from 1 to 2147483647",  # a tensor of any of these widths must be possible
+    lambda value: _is_int(value) and 1 <= value < 2**31,
+)
+_WINDOW: tuple[str, Callable[[Any], bool]] = ("an int >= 1", lambda value: _is_int(value) and value >= 1)
+_POSITIVE: tuple[str, Callable[[Any], bool]] = ("a positive number", lambda value: is_number(value) and value > 0)
 _FLAG: tuple[str, Callable[[Any], bool]] = ("true or false", lambda value: isinstance(value, bool))
 #: What each field must be by itself.
 _NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -231,8 +231,8 @@ _NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "v_head_dim": _SIZE,
     "rope": _or_none("a RopeSpec", lambda value: isinstance(value, RopeSpec)),
     "qk_norm": _or_none("a QKNorm", lambda value: isinstance(value, QKNorm)),
-    "window": _or_none(*_SIZE),
-    "dropout": ("a number in [0, 1)", lambda value: _is_number(value) and 0 <= value < 1),
+    "window": _or_none(*_WINDOW),
+    "dropout": ("a number in [0, 1)", lambda value: is_number(value) and 0 <= value < 1),
     "bias": _FLAG,
     "output_bias": _FLAG,
     "softcap": _or_none(*_POSITIVE),
@@ -244,5 +244,5 @@ _NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def problem_of(name: str, value: object) -> str:
     """What is wrong with the value of a field of :class:`AttentionSpec` by itself; empty when nothing is."""
     need, holds = _NEEDS[name]
-    got = repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    got = shown(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
     return "" if holds(value) else f"must be {need}, got {got}"

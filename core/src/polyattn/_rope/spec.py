@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from polyattn._errors import RopeConfigError
+from polyattn._numbers import is_number, shown
 from polyattn._registry import rope_variants
 from polyattn._rope.axes import RopeAxes
 
@@ -103,8 +103,8 @@ class RopeSpec:
     def _problems(self) -> Iterator[str]:
         if not isinstance(self.variant, str):
             yield f"variant must be the name of a rotary variant, got {self.variant!r}"
-        if not _is_number(self.theta) or not math.isfinite(self.theta) or self.theta <= 1:
-            yield f"theta must be a finite number greater than 1, got {self.theta!r}"
+        if not is_number(self.theta) or self.theta <= 1:
+            yield f"theta must be a finite number greater than 1, got {shown(self.theta)}"
         if not isinstance(self.interleaved, bool):
             yield (
                 f"interleaved must be True (adjacent channels form a pair) or False (channel i pairs with "
@@ -218,17 +218,13 @@ def _refuse_keys(what: str, got: set[str], need: tuple[str, ...]) -> None:
         raise RopeConfigError(f"{what}: {', '.join(faults)}; the keys are {', '.join(need) or 'none'}")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _parameter(name: str, value: Any) -> ParameterValue:
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, (list, tuple)) and all(_is_number(item) and math.isfinite(item) for item in value):
+    if isinstance(value, (list, tuple)) and all(map(is_number, value)):
         return tuple(map(float, value))
-    if _is_number(value) and math.isfinite(value):
+    if is_number(value):
         return float(value)
     raise RopeConfigError(
-        f"parameters[{name!r}] must be a finite number, a list of such, a bool, a string or None, got {value!r}"
+        f"parameters[{name!r}] must be a finite number, a list of such, a bool, a string or None, got {shown(value)}"
     )

@@ -1,17 +1,18 @@
 """The command line: ``tiny-lm train`` and ``tiny-lm demo``.
 
-What the user can put right ends with one message and exit status 2, an interrupted run with 130, and a demo whose
-backends disagree with 1.
+What the user can put right ends with one message and exit status 2, an interrupted run with 130, a demo whose backends
+disagree with 1, and one whose run was ended by a signal with 128 and its number, as shells have it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,29 @@ from tiny_lm import checkpoint, config, report
 from tiny_lm.train import Run, peak_memory, train
 
 INTERRUPTED = 130
+CHECKPOINT = "checkpoint.pt"
+CURVES = "loss.png"
+COMPARED = ("eager", "sdpa")
 
 
 class BadInput(click.ClickException):
     """One message, without a traceback."""
 
     exit_code = 2
+
+
+class KilledRun(click.ClickException):
+    """A signal ended a run of the demo, which could not say anything itself."""
+
+    def __init__(self, backend: str, number: int) -> None:
+        name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+        cause = "a crash in native code; a report of it is welcome"
+        if number == signal.SIGKILL:
+            cause = "most likely there was too little memory; take fewer rows, a shorter row_length or a smaller model"
+        elif number == signal.SIGTERM:
+            cause = "somebody asked it to stop"
+        super().__init__(f"the run with {backend} was ended by {name}: {cause}")
+        self.exit_code = 128 + number  # type: ignore[misc]  # click reads it off the instance
 
 
 class Commands(click.Group):
@@ -66,8 +84,29 @@ def commands() -> None:
     """Train a small byte-level decoder; its config names the attention backend."""
 
 
+def refuse_what_is_there(out: Path, files: Sequence[str], cure: str) -> None:
+    """Refuse a folder for results that is none, or that holds one of the ``files`` that would be replaced."""
+    for path in (out, *out.parents):
+        if path.exists() and not path.is_dir():
+            raise BadInput(f"--out must be a folder, got {out}, but {path} is a file; give another --out")
+    there = [str(out / name) for name in files if (out / name).exists()]
+    if there:
+        raise BadInput(f"{', '.join(there)} exists; give {cure}, or another --out")
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder for the results, before the work whose results it is for."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {out} cannot be made: {error.strerror}; give another --out") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise BadInput(f"--out {out} must be a folder that one may write to; give another --out")
+
+
 config_argument = click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path))
 out_option = click.option("--out", type=click.Path(path_type=Path), default=Path("out"), help="Folder for the results.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Start again, replacing results in the folder.")
 
 
 @commands.command("train")
@@ -76,16 +115,16 @@ out_option = click.option("--out", type=click.Path(path_type=Path), default=Path
 @click.option("--attn-backend", metavar="NAME", help="Use this backend instead of the config's.")
 @click.option("--steps", type=click.IntRange(min=1), help="Train until this step instead of the config's.")
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint in the folder.")
-@click.option("--overwrite", is_flag=True, help="Start again, replacing the checkpoint in the folder.")
+@overwrite_option
 def train_command(
     config_path: Path, out: Path, attn_backend: str | None, steps: int | None, resume: bool, overwrite: bool
 ) -> None:
     """Train the model that CONFIG describes; Ctrl-C saves a checkpoint and stops."""
-    path = out / "checkpoint.pt"
+    path = out / CHECKPOINT
     if resume and overwrite:
         raise BadInput("--resume and --overwrite exclude each other, got both; give one")
-    if path.exists() and not (resume or overwrite):
-        raise BadInput(f"{path} exists; give --resume to go on, --overwrite to start again, or another --out")
+    replaced = () if resume or overwrite else (CHECKPOINT, report.FILE)
+    refuse_what_is_there(out, replaced, "--resume to go on, --overwrite to start again")
     settings = config.load(config_path, attn_backend=attn_backend, steps=steps)
     run = Run(settings)
     if resume:
@@ -95,7 +134,7 @@ def train_command(
             f"{path} is at step {len(run.losses)} of {settings.steps}: nothing to do; give more --steps to go on"
         )
         return
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
 
     names = sorted({settings.attention.layer(index).backend.name for index in range(settings.model.layers)})
     found = [polyattn.backends.info(name) for name in names if name in polyattn.backends.names()]
@@ -122,22 +161,28 @@ def train_command(
 @commands.command("demo")
 @config_argument
 @out_option
-def demo_command(config_path: Path, out: Path) -> None:
+@overwrite_option
+def demo_command(config_path: Path, out: Path, overwrite: bool) -> None:
     """Train CONFIG with eager and with sdpa, each in a process of its own, and compare the loss curves."""
+    written = [f"{backend}/{name}" for backend in COMPARED for name in (CHECKPOINT, report.FILE)]
+    refuse_what_is_there(out, () if overwrite else (*written, CURVES), "--overwrite to replace them")
     Run(config.load(config_path))  # a mistake is reported once, here
+    make_folder(out)
     reports = []
-    for backend in ("eager", "sdpa"):
+    for backend in COMPARED:
         with interruptible() as stop:
             status = _train_in_process(config_path, backend, out / backend)
+        if status < 0 and not stop.is_set():
+            raise KilledRun(backend, -status)
         if status or stop.is_set():
             raise SystemExit(INTERRUPTED if stop.is_set() else status)
         reports.append(report.Report.read(out / backend))
     console = Console()
     console.print(report.table(reports))
     difference = report.largest_difference(reports)
-    report.plot(reports, out / "loss.png")
+    report.plot(reports, out / CURVES)
     console.print(f"Largest difference between the loss curves: {difference:.2e} (at most {report.LIMIT:g} allowed)")
-    console.print(f"Both curves: {out / 'loss.png'}")
+    console.print(f"Both curves: {out / CURVES}")
     if not difference <= report.LIMIT:  # a NaN is no agreement
         raise SystemExit(1)
 

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 from polyattn import AttentionConfig, ConfigError, PolyattnError, read_yaml
 
 Section = TypeVar("Section")
+LARGEST = 2**31  # what a size or a count stays below unless a smaller bound is given
 
 
-def setting(*, least: float, below: float = math.inf, default: Any = dataclasses.MISSING) -> Any:
+def setting(*, least: float, below: float = LARGEST, default: Any = dataclasses.MISSING) -> Any:
     """A number of a section, with the range that it must lie in."""
     return dataclasses.field(default=default, metadata={"least": least, "below": below})
 
@@ -91,17 +92,20 @@ def load(path: Path, *, attn_backend: str | None = None, steps: int | None = Non
     attention_keys = [field.name for field in dataclasses.fields(AttentionConfig) if field.init]
     attention_keys = [name for name in attention_keys if name not in shared]
     attention = {key: content.pop(key) for key in attention_keys if key in content}
-    attention |= _shared(content.get("model"))
-    return _section(RunConfig, content, "", attention_keys, attention=lambda: AttentionConfig.from_dict(attention))
+    build = functools.partial(_attention, attention, content.get("model"))
+    return _section(RunConfig, content, "", attention_keys, attention=build)
 
 
-def _shared(model: object) -> dict[str, Any]:
-    """What the attention config needs of the section ``model``; nothing while something is wrong with that."""
+def _attention(own: dict[str, Any], model: object) -> AttentionConfig:
+    """The attention config, with what it needs of the section ``model`` unless something is wrong with that."""
     try:
-        sizes = _section(ModelConfig, model, "")
+        sizes = dataclasses.asdict(_section(ModelConfig, model, ""))
     except ConfigError:
-        return {}
-    return {name: value for name, value in dataclasses.asdict(sizes).items() if name not in {"layers", "mlp_size"}}
+        return AttentionConfig.from_dict(own)
+    layers, _ = sizes.pop("layers"), sizes.pop("mlp_size")
+    attention = AttentionConfig.from_dict(own | sizes)
+    attention.check_layers(layers)
+    return attention
 
 
 def _section(
@@ -129,7 +133,8 @@ def _section(
         try:
             values[name] = build()
         except PolyattnError as error:
-            problems.append(str(error))
+            faults = error.faults if isinstance(error, ConfigError) else ()
+            problems += map(str, faults or (error,))
     if problems:
         raise ConfigError("; ".join(problems))
     return kind(**values)
@@ -146,14 +151,15 @@ def _wrong(
     kind: type,
     *,
     least: float = -math.inf,
-    below: float = math.inf,
+    below: float = LARGEST,
     choices: Sequence[str] = (),
 ) -> list[str]:
     if choices:
         return [] if value in choices else [f"{name} must be one of {', '.join(choices)}, got {value!r}"]
     what = "a whole number" if kind is int else "a number"
-    upper = "" if below == math.inf else f" and below {below:g}"
     accepted = int if kind is int else (int, float)
+    beyond = isinstance(value, accepted) and value >= below
+    upper = f" and below {below}" if below < LARGEST or beyond else ""
     if isinstance(value, accepted) and not isinstance(value, bool) and least <= value < below:
         return []
     # YAML 1.1 knows no exponent without a point.
