@@ -218,6 +218,70 @@ def test_doctor_tells_why_a_backend_cannot_run_on_a_device(tmp_path, run_python,
     assert (entries["lame"]["status"], entries["lame"]["error"]) == ("broken", "device_reasons: OSError: libkernel.so")
 
 
+NO_TORCH = """
+import builtins, os
+if hasattr(builtins, "torch_was_tried"):
+    os.abort()
+builtins.torch_was_tried = True
+raise OSError("libcudart.so: cannot open shared object file")
+"""
+
+
+def test_doctor_imports_a_broken_torch_once_and_names_the_cause(tmp_path, run_python, make_dist):
+    folder = make_dist.backend("acme-attention", "acme", before="import torch").unpack(tmp_path / "site")
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(NO_TORCH)
+    report = json.loads(run_python(["-m", "polyattn", "doctor", "--json"], path=[folder], status=1).stdout)
+    assert report["torch"] is None
+    assert report["problems"][0] == (
+        "torch cannot be imported, so no plugin was loaded: OSError: libcudart.so: cannot open shared object file"
+    )
+    assert {entry["status"] for entry in report["backends"]} == {"available"}
+    assert (
+        "problem: torch cannot be imported" in run_python(["-m", "polyattn", "doctor"], path=[folder], status=1).stdout
+    )
+
+
+@pytest.mark.parametrize("line", [b"acme", b"\xff\xfe = acme:Backend"])
+def test_doctor_names_the_entry_points_that_keep_torch_from_being_imported(line, tmp_path, run_python, make_dist):
+    folder = make_dist("bad-dist").unpack(tmp_path / "site")
+    path = folder / "bad_dist-1.0.dist-info" / "entry_points.txt"
+    path.write_bytes(b"[polyattn.backends]\n" + line + b"\n")
+    report = json.loads(run_python(["-m", "polyattn", "doctor", "--json"], path=[folder], status=1).stdout)
+    assert report["problems"][0].startswith("torch cannot be imported, so no plugin was loaded: ")
+    assert report["problems"][1].startswith(f"{path.parent}: its entry_points.txt cannot be read, which `import torch`")
+    without = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "POLYATTN_ALLOW": "polyattn-eager"}
+    report = json.loads(
+        run_python(["-m", "polyattn", "doctor", "--json"], path=[folder], env=without, status=None).stdout
+    )
+    assert {entry["name"]: entry["status"] for entry in report["backends"]}["eager"] == "loaded"
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["explain", "causal"], ["bench", "causal", "--q-len", "4"]])
+def test_what_a_plugin_prints_is_kept_out_of_the_answer(command, tmp_path, run_python, make_dist):
+    before = "import os\nprint('a greeting')\nos.system('echo a compiler')"
+    folder = make_dist.backend("acme-attention", "acme", before=before).unpack(tmp_path / "site")
+    env = {"POLYATTN_ALLOW": "acme-attention,polyattn-eager"}
+    done = run_python(["-m", "polyattn", *command, "--json"], path=[folder], env=env, status=None)
+    assert json.loads(done.stdout)
+    assert {"a greeting", "a compiler"} <= set(done.stderr.splitlines())
+
+
+def test_a_plugin_whose_native_code_crashes_is_named(tmp_path, run_python, make_dist):
+    folder = make_dist.backend("acme-attention", "acme", before="import os\nos.abort()").unpack(tmp_path / "site")
+    env = {"POLYATTN_ALLOW": "acme-attention"}
+    done = run_python(["-m", "polyattn", "doctor"], path=[folder], env=env, status=None)
+    assert done.returncode not in {0, 1}
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert str(folder / "acme_attention.py") in done.stderr
+
+
+def test_a_name_of_the_other_kind_is_recognised(tmp_path, run_python, make_dist):
+    folder = make_dist("acme", backends={"acme": "acme:B"}, rope={"spiral": "acme:R"}).unpack(tmp_path / "site")
+    done = run_python(["-m", "polyattn", "check", "spiral"], path=[folder], status=2)
+    assert "no backend named 'spiral' is installed, but a RoPE variant of that name is; installed: acme" in done.stderr
+
+
 # explain and mask
 
 

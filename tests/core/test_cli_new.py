@@ -150,3 +150,5 @@ def test_what_is_written_is_named_with_the_next_steps(new, tmp_path):
     said = new("my-backend").output
     assert f"{tmp_path / 'polyattn-my-backend'} is ready" in said
     assert 'pip install --editable ".[test]"' in said
+    assert "\n  polyattn check my_backend\n  pytest\n" in said
+    assert "polyattn check" not in new("--rope", "spiral").output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 import time
 import zipfile
 
@@ -104,6 +105,61 @@ def test_unreadable_metadata_is_a_problem_of_its_own(site, make_dist):
     assert "acme" in found()
     (problem,) = [text for text in _discovery.current().problems if "bad-1.0" in text]
     assert "UnicodeDecodeError" in problem
+
+
+def test_unreadable_metadata_is_logged(site, make_dist, caplog):
+    make_dist.backend("acme-attention", "acme").unpack(site)
+    (site / "acme_attention-1.0.dist-info" / "METADATA").write_bytes(b"Name: acme-attention\nSummary: gr\xf6\xdfer\n")
+    with caplog.at_level(logging.WARNING, "polyattn"):
+        assert "acme" not in found()
+    assert "acme_attention-1.0.dist-info: UnicodeDecodeError" in caplog.text
+
+
+def test_a_mark_of_byte_order_hides_nothing(site, make_dist):
+    make_dist.backend("acme-attention", "acme").unpack(site)
+    for file in ("entry_points.txt", "METADATA"):
+        path = site / "acme_attention-1.0.dist-info" / file
+        path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert found()["acme"].label == "acme-attention 1.0"
+
+
+def test_what_would_act_on_a_terminal_is_written_out(site, make_dist):
+    make_dist.backend("acme-attention", "acme").unpack(site)
+    info = site / "acme_attention-1.0.dist-info"
+    (info / "METADATA").write_text("Name: acme\x1b[31m\nVersion: 1.0\x07\nSummary: a\u202eb \u221e\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[polyattn.backends]\nacme = m:B\nan\x1b[2Jy = m:B\n", encoding="utf-8")
+    plugins = found()
+    assert (plugins["acme"].label, plugins["acme"].summary) == ("acme\\x1b[31m 1.0\\x07", "a\\u202eb \u221e")
+    assert plugins["an\\x1b[2Jy"].fault
+
+
+def test_a_look_alike_of_a_name_is_told_apart():
+    assert _discovery.illegal_name("polyattn.backends", "f\u0430").endswith(r"got 'f\u0430'")
+
+
+def test_a_folder_called_entry_points_is_passed_over(site, make_dist):
+    make_dist.backend("acme-attention", "acme").unpack(site)
+    (site / "bad-1.0.dist-info" / "entry_points.txt").mkdir(parents=True)
+    assert "acme" in found()
+
+
+class BrokenFinder:
+    def find_spec(self, *_args):
+        return None
+
+    def find_distributions(self, *_args):
+        raise OSError("no finder today")
+
+
+@pytest.mark.parametrize("path", ["sys.path", "sys.meta_path"])
+def test_a_path_or_a_finder_that_cannot_be_searched_hides_nobody_else(path, site, monkeypatch, make_dist):
+    make_dist.backend("acme-attention", "acme").unpack(site)
+    if path == "sys.path":
+        monkeypatch.setattr(sys, "path", [3, *sys.path, None])
+    else:
+        monkeypatch.setattr(sys, "meta_path", [BrokenFinder(), *sys.meta_path])
+    assert "acme" in found()
+    assert [problem for problem in _discovery.current().problems if "cannot be searched whole" in problem]
 
 
 @pytest.mark.parametrize("name", ["nx-loop", "FA", "1x", "", "auto", "a:b", "naïve"])

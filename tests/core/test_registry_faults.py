@@ -54,6 +54,10 @@ FAULTY = [
             "override_thief", before="import polyattn\npolyattn.backends.override('healthy', object()).__enter__()"
         ),
     ),
+    faulty("recurses", "def again():\n    again()\nagain()"),
+    faulty("panics", "class Panic(BaseException):\n    pass\nraise Panic('index out of bounds')"),
+    faulty("mute", "class Mute(Exception):\n    def __str__(self):\n        return self.text\nraise Mute"),
+    faulty("gone", "import sys\ndel sys.modules[__name__]"),
     faulty("selfish", backend_source("selfish", before="import polyattn\npolyattn.backends.get('selfish')")),
 ]
 CAUSES = {
@@ -69,6 +73,10 @@ CAUSES = {
     "misnamed": "its attribute name must be 'misnamed', got 'another'",
     "thief": "changes backend 'healthy' while it is imported, but that name belongs to healthy 1.0",
     "override_thief": "plugin 'override_thief' (override_thief-dist 3.1) changes backend 'healthy'",
+    "recurses": "RecursionError: maximum recursion depth exceeded",
+    "panics": "Panic: index out of bounds",
+    "mute": "cannot be loaded: Mute, whose text raises AttributeError",
+    "gone": "KeyError: 'gone_module'",
     "selfish": "backend 'selfish' (selfish-dist 3.1) asks for itself while it is being loaded",
 }
 OTHERS = [
@@ -222,6 +230,42 @@ def test_a_malformed_rival_does_not_make_a_conflict(tmp_path, run_python, make_d
     assert run_python(code, path=[tmp_path / "site"]).stdout.split() == ["good_dist", "good-dist"]
 
 
+def test_one_distribution_that_names_two_plugins_alike_is_a_conflict_that_its_author_must_mend(
+    tmp_path, run_python, make_dist
+):
+    text = "[polyattn.backends]\nacme = one:Backend\nacme = two:Backend\n"
+    folder = make_dist("acme-attention", entry_points=text).unpack(tmp_path / "site")
+    code = """
+import polyattn
+try: polyattn.backends.get("acme")
+except polyattn.DuplicatePluginError as error: print(error)
+"""
+    said = run_python(code, path=[folder]).stdout
+    assert "acme-attention itself names it 2 times, which only its author can mend" in said
+
+
+def test_a_plugin_that_forks_and_changes_the_path_while_it_is_imported_loads(tmp_path, run_python, make_dist):
+    before = """
+import os, pathlib, sys
+sys.path.insert(0, "/nowhere")
+sys.path += [None, 3, pathlib.Path("/nowhere")]
+if hasattr(os, "fork"):
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    make_dist.backend("acme-attention", "acme", before=before).unpack(tmp_path / "site")
+    make_dist.backend("other-attention", "other").unpack(tmp_path / "site")
+    code = """
+from polyattn import backends
+print(backends.get("acme").name)
+backends.refresh()  # also with what is no folder on the path
+print(backends.get("other").name, "sdpa" in backends.names())
+"""
+    assert run_python(code, path=[tmp_path / "site"]).stdout.split() == ["acme", "other", "True"]
+
+
 def test_two_versions_left_in_one_folder_are_a_conflict_with_its_own_cure(tmp_path, run_python, make_dist):
     make_dist.backend("acme", "acme", version="1.0", module="old").unpack(tmp_path / "site")
     make_dist.backend("acme", "acme", version="2.0", module="new").unpack(tmp_path / "site")
@@ -282,40 +326,49 @@ from polyattn import AttentionResult, BackendBase
 
 class Backend(BackendBase):
     name = "contested"
-    abilities = frozenset({"float32", "full"})
+    abilities = frozenset(("float32", "full"))
 
     def device_reasons(self, device):
-        import nowhere_to_be_found
+        {fails}
 
     def plan(self, layout, request):
         return None
 """
 
 
-def test_a_kernel_that_fails_to_import_later_is_a_reason_against_its_own_backend(tmp_path, run_python, make_dist):
-    folder = make_dist("gamma", "1.0", backends={"contested": "gamma:Backend"}, modules={"gamma.py": KERNEL}).unpack(
+@pytest.mark.parametrize(
+    ("fails", "got", "error"),
+    [
+        ("import nowhere_to_be_found", "nowhere_to_be_found", "ModuleNotFoundError"),
+        ("raise SystemExit('no kernel here')", "SystemExit: no kernel here", "SystemExit"),
+    ],
+)
+def test_a_kernel_that_fails_to_import_later_is_a_reason_against_its_own_backend(
+    fails, got, error, tmp_path, run_python, make_dist
+):
+    kernel = {"gamma.py": KERNEL.format(fails=fails)}
+    folder = make_dist("gamma", "1.0", backends={"contested": "gamma:Backend"}, modules=kernel).unpack(
         tmp_path / "site"
     )
-    code = """
+    code = f"""
 import polyattn, torch
 q = torch.zeros(1, 1, 2, 4)
 layout, request = polyattn.MaskLayout.full(2), polyattn.AttentionRequest.of(q, q, q)
 decision = polyattn.explain(layout, request)
 assert decision.candidates["sdpa"] == decision.candidates["eager"] == ()
 (reason,) = decision.candidates["contested"]
-assert reason.code == "fails_when_asked" and "nowhere_to_be_found" in reason.got, reason
+assert reason.code == "fails_when_asked" and {got!r} in reason.got, reason
 assert polyattn.attention(q, q, q, layout).output.shape == q.shape
 try: polyattn.attention(q, q, q, layout, backend="contested")
-except ModuleNotFoundError: print("told")
+except {error}: print("told")
 """
     assert run_python(code, path=[folder]).stdout.split() == ["told"]
 
 
 def test_a_backend_chosen_among_rivals_survives_pickling(tmp_path, run_python, make_dist):
     for dist in ("gamma", "delta"):
-        make_dist(dist, "1.0", backends={"contested": f"{dist}:Backend"}, modules={f"{dist}.py": KERNEL}).unpack(
-            tmp_path / "site"
-        )
+        kernel = {f"{dist}.py": KERNEL.format(fails="return ()")}
+        make_dist(dist, "1.0", backends={"contested": f"{dist}:Backend"}, modules=kernel).unpack(tmp_path / "site")
     code = """
 import pickle, polyattn
 chosen = polyattn.backends.get("gamma:contested")

@@ -96,6 +96,22 @@ except polyattn.BlockedPluginError as error: print(error)
     )
 
 
+@pytest.mark.parametrize("info", [".dist-info", "-1.0.dist-info"])
+def test_metadata_without_any_name_passes_no_allow_list(info, tmp_path, run_python, make_dist):
+    acme = make_dist.backend("acme-attention", "acme", before=WITNESS)
+    acme.unpack(tmp_path / "site", info=info)
+    (tmp_path / "site" / info / "METADATA").write_text("Name:\nVersion: 1.0\n")
+    code = """
+import polyattn
+assert polyattn.backends.info("acme").dist == "unnamed"
+try: polyattn.backends.get("acme")
+except polyattn.BlockedPluginError: print("blocked")
+"""
+    done = run_python(code, path=[tmp_path / "site"], env={"POLYATTN_ALLOW": "polyattn-eager"})
+    assert done.stdout.split() == ["blocked"]
+    assert not (tmp_path / "imported").exists()
+
+
 def test_the_command_line_shows_what_is_blocked_and_imports_nothing_of_it(folder, tmp_path, run_python):
     env = {"POLYATTN_DISABLE": "acme,spiral,trace", "POLYATTN_ALLOW": "acme-attention,other-attention"}
     for command in ("list", "doctor"):

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import logging
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ GROUPS = (BACKENDS, ROPE, HOOKS)
 AUTO = "auto"
 
 _LEGAL_NAME = re.compile(r"[a-z][a-z0-9_]*")
+# What would act on a terminal instead of being shown there: controls, and marks that turn the direction of writing.
+_ACTS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _VALUE = re.compile(r"(?P<module>[\w.]+)\s*(:\s*(?P<attr>[\w.]+)\s*)?(\[.*\]\s*)?")
 _logger = logging.getLogger("polyattn")
 
@@ -121,7 +124,7 @@ def candidate(group: str, name: str, value: str, **origin: Any) -> Candidate:
 def illegal_name(group: str, name: str) -> str:
     """Why a plugin of ``group`` may not be called ``name``; empty when it may."""
     if not _LEGAL_NAME.fullmatch(name):
-        return f"a plugin's name must match {_LEGAL_NAME.pattern}, got {name!r}"
+        return f"a plugin's name must match {_LEGAL_NAME.pattern}, got {name!a}"  # look-alikes are told apart
     if group == BACKENDS and name == AUTO:
         return f"the name {AUTO!r} is reserved: it means that polyattn decides for each request"
     return ""
@@ -131,17 +134,19 @@ def _scan() -> Scan:
     start = time.perf_counter()
     problems: list[str] = []
     found: dict[str, list[_Found]] = {}
-    for dist in importlib_metadata.distributions():
+    for dist in _distributions(problems):
         try:
             text = dist.read_text("entry_points.txt")
             if not text or "polyattn." not in text:
                 continue
-            records = list(_claims(dist, text))
+            records = list(_claims(dist, _shown(text)))
         except Exception as error:  # noqa: BLE001 - any metadata may be broken in any way; doctor shows it
             problems.append(f"{getattr(dist, '_path', dist)}: {type(error).__name__}: {error}")
             continue
         for record in records:
             found.setdefault(normalized(record.claim.dist), []).append(record)
+    for problem in problems:
+        _logger.warning("not all metadata can be read: %s", problem)
     kept = [claim for records in found.values() for claim in _distinct(records)]
     for claim in kept:
         if claim.fault:
@@ -151,6 +156,27 @@ def _scan() -> Scan:
         for group in GROUPS
     }
     return Scan(grouped, tuple(problems), time.perf_counter() - start)
+
+
+def _distributions(problems: list[str]) -> list[Any]:
+    """Every installed distribution; a finder or an entry of ``sys.path`` that cannot be searched is a problem."""
+    try:
+        return list(importlib_metadata.distributions())
+    except Exception as error:  # noqa: BLE001 - a finder of somebody else, or sys.path, may be broken in any way
+        problems.append(f"sys.meta_path or sys.path cannot be searched whole: {type(error).__name__}: {error}")
+    found: list[Any] = []
+    for entry in sys.path:
+        try:
+            context = importlib_metadata.DistributionFinder.Context(path=[entry])  # type: ignore[no-untyped-call]
+            found += importlib_metadata.MetadataPathFinder.find_distributions(context)
+        except Exception as error:  # noqa: BLE001 - likewise
+            problems.append(f"the entry {entry!r} of sys.path: {type(error).__name__}: {error}")
+    return found
+
+
+def _shown(text: str) -> str:
+    """``text`` from metadata, safe to print."""
+    return _ACTS.sub(lambda match: ascii(match[0])[1:-1], text.removeprefix("\ufeff"))
 
 
 class _Found(NamedTuple):
@@ -165,10 +191,11 @@ def _claims(dist: Any, text: str) -> Iterator[_Found]:
     stem = re.split(r"[\\/]", folder)[-1]
     if stem.startswith("~"):
         return  # pip renames to this what it is about to remove
-    header = _header(dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "")
+    header = _header(_shown(dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""))
     from_name = re.sub(r"\.(dist|egg)-info$", "", stem).split("-")
     origin = {
-        "dist": header.get("name") or from_name[0],
+        # Never empty, which would make it a registration in code, and those need no allowance.
+        "dist": header.get("name") or from_name[0] or "unnamed",
         "version": header.get("version") or (from_name[1] if len(from_name) > 1 else "unknown"),
         "summary": header.get("summary", ""),
         "source": f"{folder}/entry_points.txt" if folder else "",

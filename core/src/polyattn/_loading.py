@@ -113,7 +113,8 @@ def load(plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> 
         fault: what is wrong with the object, or ``None``.
 
     Returns:
-        The object, or why there is none. ``SystemExit`` counts as a failure; ``KeyboardInterrupt`` passes through.
+        The object, or why there is none. Whatever is raised is the plugin's failure (``SystemExit`` and the panic of an
+        extension too, which are no ``Exception``); only ``KeyboardInterrupt`` passes through.
     """
     where = f"{noun} '{plugin.name}' ({plugin.label})"
     if any(plugin == loading for loading, _ in _stack()):
@@ -126,11 +127,13 @@ def load(plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> 
             if isinstance(obj, type):
                 obj = obj()
             found = fault(obj)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a plugin raises is its own failure
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever a plugin raises is its own failure
         return Failed(
             plugin,
             BackendLoadError,
-            f"{where} cannot be loaded: {_brief(error)}{_hint(plugin, error)}\n{_origin(plugin)}",
+            f"{where} cannot be loaded: {brief(error)}{_hint(plugin, error)}\n{_origin(plugin)}",
             error,
         )
     if found:
@@ -178,8 +181,12 @@ def _origin(plugin: Candidate) -> str:
     return f"  it is {plugin.value}{source}; once mended, refresh() tries again"
 
 
-def _brief(error: BaseException) -> str:
-    lines = str(error).splitlines()
+def brief(error: BaseException) -> str:
+    """Type and first line of what a plugin raised, even if its own text cannot be had."""
+    try:
+        lines = str(error).splitlines()
+    except Exception as worse:  # noqa: BLE001 - a faulty __str__ is the plugin's too
+        return f"{type(error).__name__}, whose text raises {type(worse).__name__}"
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from polyattn._discovery import AUTO, BACKENDS, ROPE, Candidate
+from polyattn._discovery import AUTO, BACKENDS, ROPE, Candidate, current
 
 #: Names that distributions of this project bring.
 FIRST_PARTY = {
@@ -32,6 +32,7 @@ _ELSEWHERE = {
     },
     ROPE: {"ntk": "dynamic", "su": "longrope"},
 }
+_OTHER = {BACKENDS: {ROPE: "RoPE variant"}, ROPE: {BACKENDS: "backend"}}
 _NOT_YET = {"usp": "sequence parallelism does not exist yet"}
 
 
@@ -53,6 +54,9 @@ def unknown(group: str, noun: str, name: str, installed: Sequence[str]) -> str:
     if name in first_party:
         return f"no {noun} named '{name}' is installed; `pip install {first_party[name]}` brings it; {listed}"
     text = f"no {noun} named {name!r} is installed"
+    for other, what in _OTHER.get(group, {}).items():
+        if name in {plugin.name for plugin in current().candidates[other]}:
+            return f"{text}, but a {what} of that name is; {listed}"
     close = difflib.get_close_matches(name.lower(), {*installed, *first_party}, 1)
     meant = _ELSEWHERE.get(group, {}).get(name.lower()) or (close[0] if close else "")
     if meant:
@@ -76,6 +80,8 @@ def conflict(noun: str, name: str, rivals: Sequence[Candidate]) -> str:
     if len(dists) > 1:
         chosen = " or ".join(f'"{dist}:{rivals[0].name}"' for dist in dists)
         lines.append(f"  uninstall all but one (pip uninstall {dists[0]}), or write which one you mean: {chosen}")
+    elif len({rival.source for rival in rivals}) == 1:
+        lines.append(f"  {dists[0]} itself names it {len(rivals)} times, which only its author can mend")
     else:
         lines.append(f"  leftovers of another version: pip uninstall {dists[0]} until it is gone, then install it")
     return "\n".join(lines)

@@ -18,6 +18,7 @@ import torch
 from polyattn import _hooks
 from polyattn._errors import AttentionInputError, ConfigError, LayoutError, PolyattnError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
+from polyattn._loading import brief
 from polyattn._registry import backends
 from polyattn._request import AttentionRequest, Reason
 
@@ -75,7 +76,9 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
     for name in [name for name, reasons in candidates.items() if not reasons]:
         try:
             ranks[name] = _preference(name, layout, request)
-        except Exception as error:  # noqa: BLE001 - see _reasons
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - see _reasons
             candidates[name] = (_failure("preference", error),)
     usable = tuple(ranks)
     if not usable:
@@ -175,7 +178,9 @@ def _reasons(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[
             raise TypeError(f"must return a tuple of Reason, got {reasons!r}")  # noqa: TRY301 - as if it had raised it
     except (LayoutError, AttentionInputError):
         raise  # about the question, not about the backend
-    except Exception as error:  # noqa: BLE001 - a backend that fails at the question must not take the others along
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a backend that fails at the question must not take others along
         return (_failure("unsupported", error),)
     return reasons
 
@@ -185,8 +190,8 @@ def _preference(name: str, layout: MaskLayout, request: AttentionRequest) -> int
     return 0 if preference is None else operator.index(preference(layout, request))
 
 
-def _failure(question: str, error: Exception) -> Reason:
-    got = f"{question}: {type(error).__name__}: {error}"
+def _failure(question: str, error: BaseException) -> Reason:
+    got = f"{question}: {brief(error)}"
     return Reason("fails_when_asked", "plugin", got, "a backend that answers", "see `polyattn doctor`")
 
 

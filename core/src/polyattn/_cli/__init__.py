@@ -6,7 +6,12 @@ An error that polyattn raises on purpose ends a command with its message on stde
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
+import os
+import sys
+from collections.abc import Iterator
 
 import click
 
@@ -15,6 +20,7 @@ from polyattn._errors import PolyattnError
 
 #: Subcommand -> where its click command is, and its line in ``polyattn --help``.
 COMMANDS = {
+    "bench": ("polyattn._cli.bench:bench", "Time backends side by side."),
     "check": ("polyattn._cli.check:check", "Check that a backend honours or refuses everything."),
     "doctor": ("polyattn._cli.doctor:doctor", "Say what is wrong with this installation."),
     "explain": ("polyattn._cli.explain:explain", "Say why a backend would be chosen or refused."),
@@ -57,6 +63,25 @@ def cli() -> None:
     """Attention backends and RoPE variants as plugins."""
 
 
+@contextlib.contextmanager
+def plugins_print_to_stderr() -> Iterator[None]:
+    """Around whatever runs plugins: what they and their child processes print stays out of a command's answer."""
+    if sys.stdout is None or sys.stderr is None:  # closed by whoever started the process: nothing to keep apart
+        yield
+        return
+    sys.stdout.flush()
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(answer, 1)
+        os.close(answer)
+
+
 def main() -> None:
     """Run the command line with ``sys.argv``."""
+    if sys.stderr is not None:
+        faulthandler.enable()  # a plugin whose native code crashes ends the process; this says where it was
     cli(prog_name="polyattn")

@@ -8,6 +8,8 @@ from collections import Counter
 
 import click
 
+from polyattn._cli import plugins_print_to_stderr
+
 # The kit lies on a higher floor than the other commands need; it is imported with the command, like torch.
 from polyattn.testing.runner import FAILED, STATUSES, Outcome, check_backend, start_trial
 
@@ -22,12 +24,13 @@ def check(name: str, device: str | None, only: str, as_json: bool) -> None:
 
     Exit status 1 when a check failed.
     """
-    where = str(start_trial(name, device).device)
     outcomes = []
-    for outcome in check_backend(name, device=where, only=only):
-        outcomes.append(outcome)
-        if outcome.status == FAILED and not as_json:
-            click.echo(f"FAILED {outcome.check}: {outcome.about}\n  {outcome.detail}", err=True)
+    with plugins_print_to_stderr():
+        where = str(start_trial(name, device).device)
+        for outcome in check_backend(name, device=where, only=only):
+            outcomes.append(outcome)
+            if outcome.status == FAILED and not as_json:
+                click.echo(f"FAILED {outcome.check}: {outcome.about}\n  {outcome.detail}", err=True)
     counts = Counter(outcome.status for outcome in outcomes)
     if as_json:
         listed = [outcome.to_dict() for outcome in outcomes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import platform
@@ -13,8 +14,10 @@ from typing import Any
 import click
 
 from polyattn import __version__, _discovery, _hooks
+from polyattn._cli import plugins_print_to_stderr
 from polyattn._cli.listing import SECTIONS
 from polyattn._errors import PolyattnError
+from polyattn._loading import brief
 from polyattn._registry import Registry, backends, rope_variants
 from polyattn._trust import trust
 
@@ -30,28 +33,32 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
     The exit status is 0 when all is well and 1 when a plugin, or torch, is broken, incompatible or in conflict.
     """
-    machine, problem = _machine()
-    for registry in (backends, rope_variants):
-        _load_all(registry)
-    _hooks.installed(_hooks.NAMES[0])
-    plugins = {section: [_finding(section, info.to_dict()) for info in infos()] for section, infos in SECTIONS.items()}
+    with plugins_print_to_stderr():
+        machine, problems = _machine()
+        if not problems:  # importing torch once more after it failed may kill the interpreter
+            for registry in (backends, rope_variants):
+                _load_all(registry)
+            _hooks.installed(_hooks.NAMES[0])
+        plugins = {
+            section: [_finding(section, info.to_dict()) for info in infos()] for section, infos in SECTIONS.items()
+        }
     scan = _discovery.current()
     installed = {plugin.dist for group in scan.candidates.values() for plugin in group}
     report = {
         **machine,
         **plugins,
-        "problems": [*filter(None, [problem]), *scan.problems, *trust.absent(installed)],
+        "problems": [*problems, *scan.problems, *trust.absent(installed)],
         "scan_seconds": round(scan.seconds, 4),
     }
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
         _print(report)
-    ill = problem or any(finding["status"] in _FAULTS for section in SECTIONS for finding in plugins[section])
+    ill = problems or any(finding["status"] in _FAULTS for section in SECTIONS for finding in plugins[section])
     ctx.exit(1 if ill else 0)
 
 
-def _machine() -> tuple[dict[str, Any], str]:
+def _machine() -> tuple[dict[str, Any], list[str]]:
     machine: dict[str, Any] = {
         "polyattn": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -60,11 +67,26 @@ def _machine() -> tuple[dict[str, Any], str]:
     try:
         import torch
     except Exception as error:  # noqa: BLE001 - a broken torch is what a doctor is for
-        return {**machine, "torch": None, "cuda": None, "devices": []}, f"torch: {type(error).__name__}: {error}"
+        problems = [f"torch cannot be imported, so no plugin was loaded: {brief(error)}", *_unreadable_for_torch()]
+        return {**machine, "torch": None, "cuda": None, "devices": []}, problems
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    return {**machine, "torch": str(torch.__version__), "cuda": torch.version.cuda, "devices": devices}, ""
+    return {**machine, "torch": str(torch.__version__), "cuda": torch.version.cuda, "devices": devices}, []
+
+
+def _unreadable_for_torch() -> list[str]:
+    """Metadata that fails the search for device extensions which is a part of ``import torch``, one text each."""
+    problems = []
+    for dist in importlib.metadata.distributions():
+        try:
+            dist.entry_points  # noqa: B018 - reading it is the question
+        except Exception as error:  # noqa: BLE001 - any metadata may be broken in any way
+            problems.append(
+                f"{getattr(dist, '_path', dist)}: its entry_points.txt cannot be read, which `import torch` does "
+                f"({brief(error)}); reinstall or remove that distribution, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+            )
+    return problems
 
 
 def _load_all(registry: Registry) -> None:
@@ -81,8 +103,10 @@ def _finding(section: str, finding: dict[str, Any]) -> dict[str, Any]:
     if section == "backends" and finding["status"] == "loaded":
         try:
             finding["cannot_run_on"] = _cannot_run_on(backends.get(f"{finding['dist']}:{finding['name']}"))
-        except Exception as error:  # noqa: BLE001 - a plugin's own question may fail in any way
-            finding["status"], finding["error"] = "broken", f"device_reasons: {type(error).__name__}: {error}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a plugin's own question may fail in any way
+            finding["status"], finding["error"] = "broken", f"device_reasons: {brief(error)}"
     return finding
 
 

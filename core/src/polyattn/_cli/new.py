@@ -57,9 +57,10 @@ def new(name: str, rope: bool, into: Path, author: str | None) -> None:
         "core_version": __version__,
     }
     copier.run_copy(str(_TEMPLATE), folder, data={**answers, **more}, defaults=True, quiet=True)
-    click.echo(
-        f'{folder} is ready. Next:\n  cd {folder}\n  pip install --editable ".[test]"\n  polyattn list\n  pytest'
-    )
+    steps = [f"cd {folder}", 'pip install --editable ".[test]"', "polyattn list", "pytest"]
+    if not rope:
+        steps.insert(3, f"polyattn check {answers['name']}")
+    click.echo("\n  ".join([f"{folder} is ready. Next:", *steps]))
 
 
 def _answers(given: str, rope: bool) -> dict[str, str]:
