@@ -276,6 +276,14 @@ def test_a_plugin_whose_native_code_crashes_is_named(tmp_path, run_python, make_
     assert str(folder / "acme_attention.py") in done.stderr
 
 
+def test_ctrl_c_in_doctor_tells_which_plugin_was_being_loaded(tmp_path, run_python, make_dist):
+    folder = make_dist.backend("acme-attention", "acme", before="raise KeyboardInterrupt").unpack(tmp_path / "site")
+    env = {"POLYATTN_ALLOW": "acme-attention"}
+    done = run_python(["-m", "polyattn", "doctor"], path=[folder], env=env, status=1)
+    assert done.stderr.splitlines()[0] == "interrupted while acme of acme-attention 1.0 was loaded"
+    assert "Aborted!" in done.stderr
+
+
 def test_a_name_of_the_other_kind_is_recognised(tmp_path, run_python, make_dist):
     folder = make_dist("acme", backends={"acme": "acme:B"}, rope={"spiral": "acme:R"}).unpack(tmp_path / "site")
     done = run_python(["-m", "polyattn", "check", "spiral"], path=[folder], status=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -118,6 +119,15 @@ def test_the_command_line_shows_what_is_blocked_and_imports_nothing_of_it(folder
         done = run_python(["-m", "polyattn", command], path=[folder], env=env)
         assert "POLYATTN_DISABLE=acme,spiral,trace disables it" in done.stdout
     assert not (tmp_path / "imported").exists()
+
+
+def test_doctor_tells_which_disabled_names_nobody_has(folder, run_python):
+    env = {"POLYATTN_DISABLE": "acme,acme_,other-attention:other,x:other", "POLYATTN_ALLOW": "other-attention"}
+    report = json.loads(run_python(["-m", "polyattn", "doctor", "--json"], path=[folder], env=env).stdout)
+    assert [text.partition(" disables ")[2] for text in report["problems"]] == [
+        "'acme_', which no installed plugin is called",
+        "'x:other', which no installed plugin is called",
+    ]
 
 
 def test_an_allowed_distribution_that_is_absent_is_one_warning(folder, run_python):

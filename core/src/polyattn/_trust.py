@@ -40,10 +40,7 @@ class Trust:
 
     def forbids(self, plugin: Candidate) -> str:
         """Which list forbids ``plugin``, for a message; empty when none does."""
-        for where, names in (
-            (f"{DISABLE}={os.environ.get(DISABLE, '')}", _split(os.environ.get(DISABLE, ""))),
-            (f"backends.disable({list(self._disabled)})", self._disabled),
-        ):
+        for where, names in self._disable_lists():
             if any(_matches(entry, plugin) for entry in names):
                 return f"{where} disables it"
         if plugin.dist:
@@ -62,12 +59,26 @@ class Trust:
             if normalized(dist) not in known
         ]
 
+    def idle(self, plugins: Iterable[Candidate]) -> list[str]:
+        """Disabled names that none of ``plugins`` has, one text each: they may be misspelt."""
+        known = tuple(plugins)
+        return [
+            f"{where} disables '{entry}', which no installed plugin is called"
+            for where, names in self._disable_lists()
+            for entry in names
+            if not any(_matches(entry, plugin) for plugin in known)
+        ]
+
     def warn_absent(self, installed: Iterable[str]) -> None:
         """Log each text of :meth:`absent` once in this process."""
         for text in self.absent(installed):
             if text not in self._warned:
                 self._warned.add(text)
                 _logger.warning("%s", text)
+
+    def _disable_lists(self) -> list[tuple[str, tuple[str, ...]]]:
+        given = os.environ.get(DISABLE, "")
+        return [(f"{DISABLE}={given}", _split(given)), (f"backends.disable({list(self._disabled)})", self._disabled)]
 
     def _allow_lists(self) -> list[tuple[str, tuple[str, ...]]]:
         lists = []

@@ -43,11 +43,12 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
             section: [_finding(section, info.to_dict()) for info in infos()] for section, infos in SECTIONS.items()
         }
     scan = _discovery.current()
-    installed = {plugin.dist for group in scan.candidates.values() for plugin in group}
+    installed = [plugin for group in scan.candidates.values() for plugin in group]
+    absent = trust.absent(plugin.dist for plugin in installed)
     report = {
         **machine,
         **plugins,
-        "problems": [*problems, *scan.problems, *trust.absent(installed)],
+        "problems": [*problems, *scan.problems, *absent, *trust.idle(installed)],
         "scan_seconds": round(scan.seconds, 4),
     }
     if as_json:
@@ -96,6 +97,9 @@ def _load_all(registry: Registry) -> None:
                 registry.get(f"{info.dist}:{info.name}")
             except PolyattnError:
                 continue  # the registry remembers it, and infos() tells
+            except KeyboardInterrupt:
+                click.echo(f"interrupted while {info.name} of {info.dist} {info.version} was loaded", err=True)
+                raise
 
 
 def _finding(section: str, finding: dict[str, Any]) -> dict[str, Any]:
