@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import polyattn
 from polyattn import _hooks
@@ -50,6 +51,15 @@ def test_reasons_of_its_own_are_given_all_at_once(shown):
 def test_options_come_from_a_config(shown):
     with polyattn.backends.override("my_backend", shown["TunedBackend"]()):
         assert polyattn.backends.resolve("my_backend", {"block": 64}).options.block == 64
+
+
+def test_the_rope_of_a_config_is_whole(shown):
+    (block,) = re.findall(r"```yaml\n(.*?)```", GUIDE, flags=re.DOTALL)
+    rope = yaml.safe_load(block)["rope"]
+    assert rope["variant"] == "my_rope"
+    # The variant is the reader's own; `linear` takes the same parameter.
+    config = polyattn.AttentionConfig.from_dict({"attn_backend": "eager", "rope": {**rope, "variant": "linear"}})
+    assert config.layer(0).rope.parameters["factor"] == 4.0
 
 
 def test_the_hook_is_one(shown, capsys):
