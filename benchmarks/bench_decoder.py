@@ -210,7 +210,9 @@ def main(rounds, length, path, step_of):
         figures.append({"what": name, **found})
     if path:
         threads = torch.get_num_threads()
-        path.write_text(json.dumps({"torch": torch.__version__, "threads": threads, "figures": figures}, indent=2))
+        path.write_text(
+            json.dumps({"torch": torch.__version__, "threads": threads, "figures": figures}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":
