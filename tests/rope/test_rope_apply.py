@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -166,6 +168,31 @@ def test_all_layers_save_the_same_tables(path):
         for _ in range(5):
             apply_rotary(x, x, shared, interleaved=False)
     assert len(saved) == 2
+
+
+@pytest.mark.parametrize("interleaved", PAIRINGS)
+def test_tables_with_other_angles_rotate_by_those(path, interleaved):
+    """What an embedding prepares for its layers belongs to its own cosines and sines."""
+    embedding = RotaryEmbedding(dataclasses.replace(PLAIN, interleaved=interleaved))
+    first, second = embedding(torch.arange(6)[None]), embedding(torch.arange(100, 106)[None])
+    assert first.channels is not None
+    other = dataclasses.replace(first, cos=second.cos, sin=second.sin)
+    x = torch.randn(1, 2, 6, 8)
+    assert torch.equal(
+        rotate_heads(x, other, interleaved=interleaved), rotate_heads(x, second, interleaved=interleaved)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's own forward-mode formulas
+@pytest.mark.parametrize("interleaved", PAIRINGS)
+def test_forward_mode_nests(path, interleaved):
+    x, made = torch.randn(1, 1, 3, 6, dtype=torch.float64), tables(3, 4)
+
+    def cubes(rotate):
+        return torch.func.jacfwd(torch.func.jacfwd(lambda x: (rotate(x, made, interleaved) ** 3).sum()))(x)
+
+    ours = cubes(lambda x, made, interleaved: rotate_heads(x, made, interleaved=interleaved))
+    assert torch.allclose(ours, cubes(by_definition))
 
 
 @pytest.mark.parametrize("interleaved", PAIRINGS)

@@ -25,12 +25,20 @@ class RotaryTables:
     Attributes:
         cos: FP32 ``[B|1, S, rotary_dim / 2]``.
         sin: likewise.
-        channels: the pairing and what :meth:`per_channel` gives for it, made once for all layers; or ``None``.
+        channels: the pairing and what :meth:`per_channel` gives for it, made once for all layers; or ``None``. It
+            belongs to these cosines and sines: a copy with others has none, and neither is changed in place.
     """
 
     cos: Tensor
     sin: Tensor
-    channels: tuple[bool, Tensor, Tensor] | None = dataclasses.field(default=None, repr=False)
+    channels: tuple[bool, Tensor, Tensor] | None = dataclasses.field(default=None, init=False, repr=False)
+
+    @classmethod
+    def paired(cls, cos: Tensor, sin: Tensor, *, interleaved: bool) -> RotaryTables:
+        """Tables with the factors of each channel made already, for one pairing."""
+        tables = cls(cos, sin)
+        object.__setattr__(tables, "channels", (interleaved, *tables.per_channel(interleaved=interleaved)))
+        return tables
 
     def per_channel(self, *, interleaved: bool) -> tuple[Tensor, Tensor]:
         """Factors of each channel and of its partner, FP32 ``[B|1, S, rotary_dim]``."""
@@ -116,11 +124,11 @@ class RotaryEmbedding(nn.Module):
         """
         angles, scaling = self.angles(positions, length=length)
         cos, sin = angles.cos(), angles.sin()
-        tables = RotaryTables(cos, sin) if scaling == 1.0 else RotaryTables(cos * scaling, sin * scaling)
+        if scaling != 1.0:
+            cos, sin = cos * scaling, sin * scaling
         if torch.compiler.is_compiling():
-            return tables
-        pairing = self.spec.interleaved
-        return RotaryTables(tables.cos, tables.sin, (pairing, *tables.per_channel(interleaved=pairing)))
+            return RotaryTables(cos, sin)
+        return RotaryTables.paired(cos, sin, interleaved=self.spec.interleaved)
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> tuple[Tensor, float]:
         """What :meth:`forward` takes cosine and sine of.
