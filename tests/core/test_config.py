@@ -14,6 +14,7 @@ from polyattn import (
     MaskLayout,
     QKNorm,
     RopeConfigError,
+    RopeSpec,
     UnknownBackendError,
     UnsupportedAttentionError,
 )
@@ -67,6 +68,18 @@ def test_a_config_survives_pickling():
     again = pickle.loads(pickle.dumps(config))
     assert again == config
     assert again.layer(2).window == 3
+
+
+def test_the_rope_of_a_transformers_configuration_is_read():
+    written = RopeSpec.from_dict(ROPE).to_hf("llama")
+    assert AttentionConfig(rope=written).layer(0).rope == RopeSpec.from_dict(ROPE)
+
+
+def test_a_rope_dictionary_that_stands_alone_is_refused():
+    """Without the model's class nobody knows its pairing; and its type must not be overlooked."""
+    alone = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0, "head_dim": 8, "max_position_embeddings": 64}
+    with pytest.raises(RopeConfigError, match=r"rope: .*'rope_type' must stand in rope_parameters"):
+        AttentionConfig(rope=alone)
 
 
 def test_one_fault_keeps_its_own_type():

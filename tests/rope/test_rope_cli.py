@@ -52,7 +52,8 @@ def test_it_prints_the_resolved_spec_and_angles(config):
 
 def test_json_is_the_canonical_form_and_nothing_else(config):
     assert RopeSpec.from_dict(json.loads(rope(config(), "--json").output)) == RopeSpec.from_hf(LLAMA)
-    assert len(json.loads(rope(config(), config("other.json"), "--json").output)) == 2
+    for other in ("other.json", "config.json"):
+        assert len(json.loads(rope(config(), config(other), "--json").output)) == 2
 
 
 def test_a_canonical_file_is_read_too():
@@ -112,6 +113,31 @@ def test_a_file_that_is_no_json_is_refused(tmp_path):
 
 
 def test_positions_must_be_integers(config):
-    result = rope(config(), "--at", "1,two")
-    assert result.exit_code == 2
-    assert "must be integers between commas, got '1,two'" in result.stderr
+    for given, text in (("1,two", "must be integers between commas, got '1,two'"), (f"0,{2**63}", "less than 2**63")):
+        result = rope(config(), "--at", given)
+        assert result.exit_code == 2
+        assert text in result.stderr
+
+
+def test_a_canonical_file_takes_no_option_that_says_how_to_read(config):
+    path = DATA / "specs" / "yarn.json"
+    for option in (
+        ("--head-dim", 16),
+        ("--interleaved",),
+        ("--halves",),
+        ("--convention", "eagle"),
+        ("--layer-type", "full"),
+    ):
+        result = rope(path, *option)
+        assert result.exit_code == 2
+        assert f"canonical form, which says everything; leave out {option[0]}" in result.stderr
+
+
+def test_a_picture_that_cannot_be_written_is_refused_by_its_path(config, tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("no/folder.png", "picture.zzz"):
+        result = rope(config(), "--plot", tmp_path / name)
+        assert result.exit_code == 2
+        assert f"--plot cannot write {tmp_path / name}: " in result.stderr
+    assert rope(config(), "--plot", tmp_path / "bare").exit_code == 0
+    assert (tmp_path / "bare").read_bytes()[1:4] == b"PNG"

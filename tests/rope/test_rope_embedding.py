@@ -286,6 +286,7 @@ LONG = dataclasses.replace(
         (LONG, torch.tensor(5), "got Tensor; it is never read from positions"),
         (LONG, True, "got bool"),
         (LONG, 5.0, "got float"),
+        (LONG, -1, "length must be an int >= 0, got -1"),
     ],
 )
 def test_a_length_is_given_exactly_where_the_spec_needs_one(spec, length, text):

@@ -78,6 +78,9 @@ def assert_means(spec, meaning):
         assert spec.axes is None
 
 
+LONG_LISTS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
 @pytest.mark.parametrize(("name", "meaning"), entries("v4"))
 def test_a_version_4_dictionary_gives_its_canonical_parameters(name, meaning):
     assert_means(read(name, "v4", meaning), meaning)
@@ -394,10 +397,24 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "mrope_section is not supported",
         ),
         (v4(dual_chunk_attention_config={"chunk_size": 8}), "dual_chunk_attention_config is not supported"),
-        (v4(layer_rope_theta=[10000.0, 0, 5e5]), "layer_rope_theta gives layers other bases, [10000.0, 500000.0]"),
+        (v4(layer_rope_theta=[10000.0, 0, 5e5]), "layer_rope_theta gives layers other bases, [10000.0, 0, 500000.0]"),
         ({"model_type": "llama4", "text_config": PLAIN}, "it is a composite; read the configuration of its text part"),
         (GEMMA3, "layer_type must be one of full_attention, sliding_attention, got None"),
         (42, "config must be a transformers configuration or its dictionary, got int"),
+        (v4(rope_theta=10**400), "theta must be a finite float32 number greater than 1, got an int of 1329 bits"),
+        (v4({"type": "linear", "factor": 10**400}), "parameters['factor'] must be a finite float32 number"),
+        (v4(head_dim=10**400), "head_dim must be an int >= 1 and less than 2**63, got an int of 1329 bits"),
+        (v4(max_position_embeddings="64"), "max_position_embeddings must be an int >= 1 and less than 2**63, got '64'"),
+        (
+            v4({"type": "longrope", **LONG_LISTS, "original_max_position_embeddings": "32"}),
+            "original_max_position_embeddings must be an int >= 1 and less than 2**63, got '32'",
+        ),
+        (v4({"type": "mrope", "mrope_section": 4}), "mrope_section must be a list of ints, got 4"),
+        (v4(layer_rope_theta=3), "layer_rope_theta gives layers other bases, 3"),
+        (v4(model_type="deepseek_v3", rope_interleave="no"), "rope_interleave must be true or false, got 'no'"),
+        (v4(rope_type="linear", factor=4.0), "'rope_type' must stand in rope_parameters (or rope_scaling), not at the"),
+        ({"type": "linear", "factor": 4.0}, "'type' must stand in rope_parameters (or rope_scaling), not at the top"),
+        (v4(mrope_section=[2, 1, 1]), "'mrope_section' must stand in rope_parameters (or rope_scaling)"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(config, text):
@@ -417,7 +434,7 @@ def test_a_refusal_names_the_model_type():
         ({"convention": "old"}, "convention must be one of serving, dflash, eagle, got 'old'"),
         ({"interleaved": "yes"}, "interleaved must be True, False or None, got 'yes'"),
         ({"layer_type": "full_attention"}, "layer_type must be None, got 'full_attention': one rope serves all layers"),
-        ({"head_dim": 0}, "head_dim must be an int >= 1, got 0"),
+        ({"head_dim": 0}, "head_dim must be an int >= 1 and less than 2**63, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, text):
@@ -429,6 +446,16 @@ def test_wrong_arguments_are_refused(arguments, text):
 def test_one_rope_for_all_layers_serves_each_layer_type_of_the_config():
     config = {**PLAIN, "layer_types": ["full_attention", "sliding_attention"]}
     assert RopeSpec.from_hf(config, layer_type="sliding_attention") == RopeSpec.from_hf(PLAIN)
+
+
+def test_a_null_type_is_plain_rope():
+    assert RopeSpec.from_hf(v4({"type": None, "rope_type": None})) == RopeSpec.from_hf(PLAIN)
+
+
+def test_a_layer_type_that_is_no_name_is_refused():
+    config = {**PLAIN, "rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
+    with pytest.raises(RopeConfigError, match=r"layer_type must be one of full_attention, got \['full_attention'\]"):
+        RopeSpec.from_hf(config, layer_type=["full_attention"])
 
 
 def test_layers_without_rope_are_refused_by_their_type():

@@ -70,7 +70,7 @@ def test_an_unknown_field_is_refused_by_name():
         RopeSpec.from_dict({**RopeSpec(**PLAIN).to_dict(), "base": 1})
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, True])
+@pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0])
 def test_another_schema_version_is_refused(version):
     with pytest.raises(RopeConfigError, match=f"schema_version must be 1, got {version!r}"):
         RopeSpec.from_dict({**RopeSpec(**PLAIN).to_dict(), "schema_version": version})
@@ -134,10 +134,12 @@ def test_a_spec_without_pairing_fails_when_it_is_built():
     ("field", "value", "text"),
     [
         ("variant", 3, "variant must be the name of a rotary variant, got 3"),
-        ("theta", 0.0, "theta must be a finite number greater than 1, got 0.0"),
-        ("theta", float("nan"), "theta must be a finite number greater than 1, got nan"),
-        ("theta", "1e4", "theta must be a finite number greater than 1, got '1e4'"),
-        ("theta", True, "theta must be a finite number greater than 1, got True"),
+        ("theta", 0.0, "theta must be a finite float32 number greater than 1, got 0.0"),
+        ("theta", float("nan"), "theta must be a finite float32 number greater than 1, got nan"),
+        ("theta", "1e4", "theta must be a finite float32 number greater than 1, got '1e4'"),
+        ("theta", 10**400, "theta must be a finite float32 number greater than 1, got an int of 1329 bits"),
+        ("theta", 1e39, "theta must be a finite float32 number greater than 1, got 1e+39"),
+        ("theta", True, "theta must be a finite float32 number greater than 1, got True"),
         ("head_dim", 0, "head_dim must be an int >= 1, got 0"),
         ("head_dim", 16.0, "head_dim must be an int >= 1, got 16.0"),
         ("rotary_dim", 7, "rotary_dim must be even, got 7"),
@@ -146,12 +148,17 @@ def test_a_spec_without_pairing_fails_when_it_is_built():
         ("interleaved", 1, "interleaved must be True"),
         ("interleaved", "half", "interleaved must be True"),
         ("max_position", -1, "max_position must be an int >= 1, got -1"),
+        ("head_dim", 2**63, "head_dim must be less than 2**63, as positions are, got 9223372036854775808"),
+        ("max_position", 10**400, "max_position must be less than 2**63"),
         ("original_max_position", 0, "original_max_position must be an int >= 1, got 0"),
         ("parameters", None, "parameters must be a mapping from names to values, got None"),
-        ("parameters", {"factor": object()}, "parameters['factor'] must be a finite number"),
-        ("parameters", {"factor": float("nan")}, "parameters['factor'] must be a finite number"),
-        ("parameters", {"factor": float("inf")}, "parameters['factor'] must be a finite number"),
-        ("parameters", {"factor": [1.0, float("nan")]}, "parameters['factor'] must be a finite number"),
+        ("parameters", {"factor": object()}, "parameters['factor'] must be a finite float32 number"),
+        ("parameters", {"factor": float("nan")}, "parameters['factor'] must be a finite float32 number"),
+        ("parameters", {"factor": float("inf")}, "parameters['factor'] must be a finite float32 number"),
+        ("parameters", {"factor": 10**400}, "parameters['factor'] must be a finite float32 number"),
+        ("parameters", {"factor": [10**400]}, "parameters['factor'] must be a finite float32 number"),
+        ("parameters", {"factor": 1e-320}, "parameters['factor'] must be a finite float32 number"),
+        ("parameters", {"factor": [1.0, float("nan")]}, "parameters['factor'] must be a finite float32 number"),
         ("parameters", {"factor": 2.0}, "parameters['factor'] is unknown; accepted are none"),
         ("axes", {"sections": [4, 2, 2]}, "axes must be None or have exactly the keys 'sections' and 'layout'"),
         ("axes", [4, 2, 2], "axes must be None or have exactly the keys 'sections' and 'layout'"),
@@ -160,6 +167,7 @@ def test_a_spec_without_pairing_fails_when_it_is_built():
         ("axes", {"sections": [8, 0], "layout": "contiguous"}, "axes['sections'] must hold ints >= 1, got [8, 0]"),
         ("axes", {"sections": [4.0, 4.0], "layout": "glm"}, "axes['sections'] must hold ints >= 1"),
         ("axes", {"sections": [4, 2, 2], "layout": "mixed"}, "axes['layout'] must be one of contiguous, interleaved"),
+        ("axes", {"sections": [4, 2, 2], "layout": ["glm"]}, "axes['layout'] must be one of contiguous, interleaved"),
         ("axes", {"sections": [2, 4, 2], "layout": "ernie"}, "equally many lanes under layout 'ernie'"),
     ],
 )

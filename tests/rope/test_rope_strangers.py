@@ -58,6 +58,11 @@ class Backwards(Cosine):
         return RopeFrequencies(super().frequencies(spec, device=device).inv_freq, position_scaling=-1.0)
 
 
+class Deafening(Cosine):
+    def frequencies(self, spec, *, device, length=None):
+        return RopeFrequencies(super().frequencies(spec, device=device).inv_freq, attention_scaling=1e300)
+
+
 class Remembers(Cosine):
     def __init__(self):
         self.count = itertools.count(1)
@@ -111,6 +116,7 @@ def test_the_kit_finds_a_fault(fault, check):
         (TooWide, r"must return inv_freq as float32 \[8\] on the device asked, cpu, got torch.float32 \[16\] on cpu"),
         (Infinite, r"must return finite frequencies and positive scalings, got inv_freq \[inf"),
         (Backwards, r"position_scaling -1.0"),
+        (Deafening, r"attention_scaling 1e\+300"),
     ],
 )
 def test_an_embedding_refuses_a_variant_that_breaks_its_contract(fault, text):

@@ -192,6 +192,8 @@ REFUSED = [
         {"original_max_position": None},
         "original_max_position must be an int >= 1, got None",
     ),
+    ("dynamic", {"factor": 1e30}, {}, "parameters['factor'] must leave the base a float32 number, got 1e+30 and 1e+84"),
+    ("dynamic", {"factor": 1.0, "alpha": 1e30}, {}, "parameters['alpha'] must leave the base a float32 number"),
     ("dynamic", {"factor": 2.0}, {"rotary_dim": 2}, "rotary_dim must be at least 4, got 2"),
     ("yarn", {"factor": 0.5}, {}, "parameters['factor'] must be a number >= 1, got 0.5"),
     ("yarn", {"factor": 4.0, "truncate": 1.0}, {}, "parameters['truncate'] must be one of True, False, got 1.0"),

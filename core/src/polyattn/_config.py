@@ -52,8 +52,8 @@ class AttentionConfig:
     Args:
         attn_backend: name of a backend, ``"auto"``, or a backend object.
         backend_options: options of that backend.
-        rope: a :class:`RopeSpec`, its canonical dictionary, a transformers rope dictionary with ``head_dim`` beside it,
-            or ``None``.
+        rope: a :class:`RopeSpec`, its canonical dictionary, what :meth:`RopeSpec.to_hf` writes (the rotary keys of a
+            transformers configuration, with ``model_type``, ``head_dim`` and ``max_position_embeddings``), or ``None``.
         qk_norm: a :class:`QKNorm`, its dictionary, or ``None``.
         window: keys that a query sees, itself included, or ``None``.
         dropout, bias, output_bias, softcap, sinks, scale: see :class:`AttentionSpec`.

@@ -19,9 +19,12 @@ _LANES = 8
 
 def _positions(_: click.Context, __: click.Parameter, given: str) -> list[int]:
     try:
-        return [int(position) for position in given.split(",")]
+        found = [int(position) for position in given.split(",")]
     except ValueError as error:
         raise click.BadParameter(f"must be integers between commas, got {given!r}") from error
+    if any(abs(position) >= 2**63 for position in found):
+        raise click.BadParameter(f"must be less than 2**63, as positions are, got {given!r}")
+    return found
 
 
 @click.command()
@@ -47,12 +50,12 @@ def rope(
 
     A file is the config.json of a transformers model, or a spec in canonical form.
     """
-    specs = {path: _read(path, reading) for path in configs}
+    specs = [(path, _read(path, reading)) for path in configs]
     if as_json:
-        found = [spec.to_dict() for spec in specs.values()]
+        found = [spec.to_dict() for _, spec in specs]
         click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
     else:
-        for path, spec in specs.items():
+        for path, spec in specs:
             click.echo(f"{path}\n{json.dumps(spec.to_dict(), indent=2)}")
             _draw_angles(spec, positions, length)
     if plot is not None:
@@ -69,10 +72,18 @@ def _read(path: str, reading: dict[str, Any]) -> RopeSpec:
         raise RopeConfigError(f"{path} is no JSON file: {error}") from error
     try:
         if isinstance(data, dict) and "schema_version" in data:
+            _refuse_options(reading)
             return RopeSpec.from_dict(data)
         return RopeSpec.from_hf(data, **reading)
     except RopeConfigError as error:
         raise RopeConfigError(f"{path}: {error}") from error
+
+
+def _refuse_options(reading: dict[str, Any]) -> None:
+    asked = [name for name, value in reading.items() if value not in (None, "serving")]
+    if asked:
+        options = ", ".join("--halves" if reading[name] is False else f"--{name.replace('_', '-')}" for name in asked)
+        raise RopeConfigError(f"it is in canonical form, which says everything; leave out {options}")
 
 
 def _draw_angles(spec: RopeSpec, positions: list[int], length: int | None) -> None:
@@ -101,17 +112,20 @@ def _angles(spec: RopeSpec, positions: list[int], length: int | None) -> tuple[l
     return angles[0].tolist(), scaling
 
 
-def _draw_wavelengths(specs: dict[str, RopeSpec], plot: str, length: int | None) -> None:
+def _draw_wavelengths(specs: list[tuple[str, RopeSpec]], plot: str, length: int | None) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PolyattnError("--plot needs matplotlib, got none; install it with pip install 'polyattn[viz]'") from error
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(xlabel="lane", ylabel="wavelength in positions", yscale="log")
-    for path, spec in specs.items():
+    for path, spec in specs:
         (turns,), _ = _angles(spec, [1], length)
         lanes = [lane for lane, turn in enumerate(turns) if turn]
         axes.plot(lanes, [2 * math.pi / turns[lane] for lane in lanes], label=f"{Path(path).stem}: {spec.variant}")
         axes.axhline(spec.max_position, linestyle=":", linewidth=0.8, color=axes.lines[-1].get_color())
     axes.legend()
-    figure.savefig(plot)
+    try:
+        figure.savefig(plot, format=Path(plot).suffix[1:] or "png")
+    except (OSError, ValueError) as error:
+        raise PolyattnError(f"--plot cannot write {plot}: {error}") from error

@@ -38,7 +38,7 @@ class RopeAxes:
             raise RopeConfigError(f"axes['sections'] must list the lanes of at least two axes, got {sections!r}")
         if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sections):
             raise RopeConfigError(f"axes['sections'] must hold ints >= 1, got {list(sections)!r}")
-        if self.layout not in _LAYOUTS:
+        if not isinstance(self.layout, str) or self.layout not in _LAYOUTS:
             raise RopeConfigError(f"axes['layout'] must be one of {', '.join(_LAYOUTS)}, got {self.layout!r}")
         if self.layout == "ernie" and len(set(sections[1:])) > 1:
             raise RopeConfigError(

@@ -176,6 +176,8 @@ class RotaryEmbedding(nn.Module):
                 f"change after {', '.join(map(str, self._breakpoints))}, got {type(length).__name__}; "
                 "it is never read from positions; the spec can fix the choice instead"
             )
+        if length < 0:
+            raise AttentionInputError(f"length must be an int >= 0, got {length}")
         return sum(length > point for point in self._breakpoints)
 
     def _inv_freq(self, side: int, device: torch.device) -> Tensor:

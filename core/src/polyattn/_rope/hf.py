@@ -6,7 +6,8 @@ Version 4 keeps ``rope_theta`` at the top and scaling in ``rope_scaling``; versi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from polyattn._errors import RopeConfigError
@@ -20,6 +21,7 @@ from polyattn._rope.hf_classes import (
     fault,
     model_class,
     reordered,
+    size,
 )
 from polyattn._rope.spec import RopeSpec
 
@@ -49,6 +51,10 @@ _COMMON = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", "llama_4_scaling_beta"),
     *("mrope_section", "mrope_interleaved", "mrope_interleaved_glm"),
 )
+#: Keys that no configuration has at its top, where nothing would read them. Words that mean many things are left out.
+_INSIDE_ONLY = {"rope_type", "mrope_section", "mrope_interleaved", "mrope_interleaved_glm"}.union(
+    *(set(required) | set(optional) for required, optional in _KEYS.values())
+) - {"factor", "alpha", "truncate", "partial_rotary_factor", _ORIGINAL}
 #: Keys that Hunyuan writes beside ``alpha``, where nothing reads them.
 _IDLE_BESIDE_ALPHA = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 #: Where version 4 keeps what version 5 keeps in the dictionary.
@@ -74,6 +80,7 @@ def read(
     if data.get("text_config") is not None and "max_position_embeddings" not in data:
         fault(data, "it is a composite; read the configuration of its text part, text_config")
     refuse_canonical_keys(data)
+    _refuse_rope_at_the_top(data)
     entry = _entry(data, layer_type)
     refuse_canonical_keys(entry)
     kind = _kind(data, entry)
@@ -82,14 +89,16 @@ def read(
         fault(
             data, "rope_type 'dynamic' is refused under convention 'eagle': its table followed what was decoded before"
         )
-    max_position = _needed(data, data, "max_position_embeddings")
+    max_position = size(data, "max_position_embeddings", _needed(data, data, "max_position_embeddings"))
     if entry.get("max_position_embeddings", max_position) != max_position:
         fault(
             data, f"max_position_embeddings is {max_position}, and {entry['max_position_embeddings']} beside rope_type"
         )
-    width = class_head_dim(data, layer_type) if head_dim is None else head_dim
+    width = class_head_dim(data, layer_type) if head_dim is None else size(data, "head_dim", head_dim)
     parameters = {name: entry[name] for names in _KEYS[kind] for name in names if entry.get(name) is not None}
     original = parameters.pop(_ORIGINAL, max_position if kind == "dynamic" else None)
+    if original is not None:
+        size(data, _ORIGINAL, original)
     if kind == "longrope":
         parameters["switch"] = "long" if max_position > original else "short"
     return RopeSpec(
@@ -164,6 +173,17 @@ def refuse_canonical_keys(dictionary: Mapping[str, Any]) -> None:
         )
 
 
+def _refuse_rope_at_the_top(data: Mapping[str, Any]) -> None:
+    found = sorted(name for name in _INSIDE_ONLY if data.get(name) is not None)
+    found += ["type"] if str(data.get("type")) in _KEYS else []
+    if found:
+        fault(
+            data,
+            f"{', '.join(map(repr, found))} must stand in rope_parameters (or rope_scaling), not at the top; "
+            "model_type, max_position_embeddings and the width of a head stand at the top",
+        )
+
+
 def _entry(data: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
     """The rotary keys of one layer type, wherever the configuration keeps them."""
     given = [data[name] for name in ("rope_parameters", "rope_scaling") if data.get(name) is not None]
@@ -175,7 +195,8 @@ def _entry(data: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
     if data.get("dual_chunk_attention_config") is not None:
         fault(data, "dual_chunk_attention_config is not supported: it rotates queries several times")
     rope = dict(given[0]) if given else {}
-    nested = bool(rope) and all(value is None or isinstance(value, Mapping) for value in rope.values())
+    mappings = [isinstance(value, Mapping) for value in rope.values() if value is not None]
+    nested = bool(mappings) and all(mappings)
     # Older files scale full attention only; sliding attention is plain, in Gemma 3 and ModernBERT with its own base.
     bases = [data[name] for name in ("rope_local_base_freq", "local_rope_theta") if data.get(name) is not None]
     if model_class(data) == "olmo3" and rope and data.get("rope_parameters") is None:
@@ -184,8 +205,8 @@ def _entry(data: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
         plain = {"rope_type": "default", "rope_theta": bases[0]}
         rope, nested = {"full_attention": _with_top(data, rope), "sliding_attention": plain}, True
     if nested:
-        if layer_type not in rope:
-            fault(data, f"layer_type must be one of {', '.join(rope)}, got {layer_type!r}")
+        if not isinstance(layer_type, str) or layer_type not in rope:
+            fault(data, f"layer_type must be one of {', '.join(map(str, rope))}, got {layer_type!r}")
         if rope[layer_type] is None:
             fault(data, f"layer_type '{layer_type}' has no rotary embedding")
         entry = {**dict(_top(data)), **rope[layer_type]}
@@ -193,9 +214,9 @@ def _entry(data: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
         if layer_type is not None and layer_type not in (data.get("layer_types") or ()):
             fault(data, f"layer_type must be None, got {layer_type!r}: one rope serves all layers")
         entry = _with_top(data, rope)
-    thetas = {theta for theta in data.get("layer_rope_theta") or () if theta}
-    if thetas - {entry.get("rope_theta")}:
-        fault(data, f"layer_rope_theta gives layers other bases, {sorted(thetas)}; read one spec for each rope_theta")
+    thetas = data.get("layer_rope_theta") or []
+    if not isinstance(thetas, Sequence) or any(theta and theta != entry.get("rope_theta") for theta in thetas):
+        fault(data, f"layer_rope_theta gives layers other bases, {thetas}; read one spec for each rope_theta")
     return entry
 
 
@@ -287,6 +308,8 @@ def _axes(data: Mapping[str, Any], entry: Mapping[str, Any]) -> RopeAxes | None:
     own, own_sections = class_axes(data)
     layout = own or (asked[0] if asked else "contiguous")
     sections = entry.get("mrope_section") or own_sections
+    if not isinstance(sections, (list, tuple, NoneType)):
+        fault(data, f"mrope_section must be a list of ints, got {sections!r}")
     if asked not in ([], [layout]) or flags.get(layout) is False:
         fault(data, f"mrope_interleaved must agree with the lane order '{layout}', got {flags}")
     if sections is None:

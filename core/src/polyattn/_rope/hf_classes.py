@@ -15,6 +15,7 @@ from importlib import resources
 from typing import Any, NoReturn
 
 from polyattn._errors import RopeConfigError
+from polyattn._numbers import shown
 
 PAIRS = {True: "adjacent channels", False: "halves"}
 
@@ -38,7 +39,10 @@ def class_pairing(data: Mapping[str, Any]) -> bool | None:
     """Whether the class pairs adjacent channels; ``None`` where it is not known."""
     name = model_class(data)
     if name in classes()["rope_interleave"]:
-        return data.get("rope_interleave") is not False
+        given = data.get("rope_interleave", True)
+        if not isinstance(given, bool):
+            fault(data, f"rope_interleave must be true or false, got {given!r}")
+        return given
     if name in classes()["adjacent"]:
         return True
     return False if name in classes()["half"] else None
@@ -50,11 +54,8 @@ def class_head_dim(data: Mapping[str, Any], layer_type: str | None) -> int:
     if layer_type == "full_attention":
         names.insert(0, "global_head_dim")
     for name in names:
-        given = data.get(name)
-        if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
-            fault(data, f"{name!r} must be an int, got {given!r}")
-        if given is not None:
-            return int(given)
+        if data.get(name) is not None:
+            return size(data, name, data[name])
     hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
         fault(
@@ -80,6 +81,13 @@ def reordered(sections: Iterable[int], layout: str, *, to_hf: bool) -> tuple[int
     if layout != "ernie":
         return listed
     return (*listed[1:], *listed[:1]) if to_hf else (*listed[-1:], *listed[:-1])
+
+
+def size(data: Mapping[str, Any], name: str, value: Any) -> int:
+    """``value``, if it is a number of channels or positions."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
+        fault(data, f"{name} must be an int >= 1 and less than 2**63, got {shown(value)}")
+    return value
 
 
 def fault(data: Mapping[str, Any], text: str) -> NoReturn:

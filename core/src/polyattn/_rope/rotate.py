@@ -103,7 +103,7 @@ def _short(x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> Tensor
     head = (x if width == x.shape[-1] else x[..., :width]).to(_dtype(x))
     other = head.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else head.roll(width // 2, -1)
     both, turned = head * own.unsqueeze(1), other * partner.unsqueeze(1)
-    # In place, because fresh memory costs more than the sum; a nested transform may hold tangents that nothing can fill.
+    # In place, since fresh memory costs more than the sum; under nested transforms a tangent may be immutable.
     both = both + turned if torch._C._functorch.is_functorch_wrapped_tensor(x) else both.add_(turned)  # noqa: SLF001
     both = both.to(x.dtype)
     return both if width == x.shape[-1] else torch.cat((both, x[..., width:]), -1)

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from polyattn._errors import RopeConfigError
-from polyattn._numbers import is_number, shown
+from polyattn._numbers import shown
 from polyattn._registry import rope_variants
 from polyattn._rope.axes import RopeAxes
+from polyattn._rope.variant import is_float32
 
 ParameterValue: TypeAlias = float | bool | str | tuple[float, ...] | None
 
@@ -56,7 +57,7 @@ class RopeSpec:
 
     Attributes:
         variant: name of the frequency rule, as in the config (``"default"``, ``"yarn"``, ...).
-        theta: base of the frequencies, greater than 1.
+        theta: base of the frequencies, greater than 1. Like all numbers here it must be one that FP32 can hold.
         head_dim: width D of a head.
         rotary_dim: leading channels of a head that rotate; even, at most ``head_dim``. The rest passes through.
         interleaved: which channels form a pair: adjacent ones ``(2i, 2i+1)`` if true, ``(i, i + rotary_dim/2)`` if not.
@@ -103,8 +104,8 @@ class RopeSpec:
     def _problems(self) -> Iterator[str]:
         if not isinstance(self.variant, str):
             yield f"variant must be the name of a rotary variant, got {self.variant!r}"
-        if not is_number(self.theta) or self.theta <= 1:
-            yield f"theta must be a finite number greater than 1, got {shown(self.theta)}"
+        if not is_float32(self.theta) or self.theta <= 1:
+            yield f"theta must be a finite float32 number greater than 1, got {shown(self.theta)}"
         if not isinstance(self.interleaved, bool):
             yield (
                 f"interleaved must be True (adjacent channels form a pair) or False (channel i pairs with "
@@ -116,6 +117,8 @@ class RopeSpec:
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 yield f"{name} must be an int >= 1, got {size!r}"
+            elif size >= 2**63:
+                yield f"{name} must be less than 2**63, as positions are, got {shown(size)}"
             elif name == "rotary_dim" and size % 2:
                 yield f"rotary_dim must be even, got {size}"
             elif name == "rotary_dim" and isinstance(self.head_dim, int) and size > self.head_dim:
@@ -143,7 +146,7 @@ class RopeSpec:
         if not isinstance(data, Mapping):
             raise RopeConfigError(f"a rotary spec must be a JSON object, got {type(data).__name__}")
         version = data.get("schema_version")
-        if version != cls.SCHEMA_VERSION or isinstance(version, bool):
+        if type(version) is not int or version != cls.SCHEMA_VERSION:
             got = repr(version) if "schema_version" in data else "none"
             raise RopeConfigError(
                 f"schema_version must be {cls.SCHEMA_VERSION}, got {got}; "
@@ -170,9 +173,12 @@ class RopeSpec:
         """Read the rotary part of a transformers configuration, in the style of version 4 or 5.
 
         Args:
-            config: a configuration object or its dictionary (``config.json``). It is not changed.
+            config: a configuration object or its dictionary (``config.json``): the rotary keys where the class keeps
+                them, with ``model_type``, ``max_position_embeddings`` and the width of a head at the top. It is not
+                changed.
             layer_type: which entry to read where each layer type has a rope of its own.
-            head_dim: width of a head, where the configuration does not say it.
+            head_dim: width of a head, where the configuration does not say it, or says it of heads of which only a
+                part goes through the rope (multi-head latent attention).
             interleaved: pairing, where the configuration has no ``model_type`` or one that is not known.
             convention: what the keys cannot say. ``"serving"`` gives ``dynamic`` its fixed length, as SGLang does.
                 ``"dflash"`` and ``"eagle"`` read dictionaries of older draft models, which always paired halves;
@@ -221,10 +227,11 @@ def _refuse_keys(what: str, got: set[str], need: tuple[str, ...]) -> None:
 def _parameter(name: str, value: Any) -> ParameterValue:
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, (list, tuple)) and all(map(is_number, value)):
+    if isinstance(value, (list, tuple)) and all(map(is_float32, value)):
         return tuple(map(float, value))
-    if is_number(value):
+    if is_float32(value):
         return float(value)
     raise RopeConfigError(
-        f"parameters[{name!r}] must be a finite number, a list of such, a bool, a string or None, got {shown(value)}"
+        f"parameters[{name!r}] must be a finite float32 number, a list of such, a bool, a string or None, "
+        f"got {shown(value)}"
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from polyattn._errors import RopeConfigError
+from polyattn._numbers import is_number
 
 if TYPE_CHECKING:
     from polyattn._rope.spec import RopeSpec
@@ -72,6 +73,12 @@ def inverse_powers(theta: float, dim: int, width: int | None = None) -> Tensor:
     exponents = torch.arange(0, width or dim, 2, dtype=torch.float32, device="cpu") / dim
     base = torch.tensor(theta, dtype=torch.float32, device="cpu")
     return torch.pow(base.double(), exponents.double()).float()
+
+
+def is_float32(value: Any) -> bool:
+    """Whether ``value`` is a number that neither overflows nor vanishes in FP32."""
+    float32 = torch.finfo(torch.float32)
+    return is_number(value) and (value == 0 or float32.tiny <= abs(value) <= float32.max)
 
 
 Rule: TypeAlias = tuple[str, Callable[[Any], bool]]
@@ -183,7 +190,7 @@ def host_frequencies(variant: RopeVariant, spec: RopeSpec, length: int | None) -
             f"got {inv_freq.dtype} {list(inv_freq.shape)} on {inv_freq.device}"
         )
     values, scalings = inv_freq.tolist(), (float(found.attention_scaling), float(found.position_scaling))
-    if not all(map(math.isfinite, values)) or not all(math.isfinite(scaling) and scaling > 0 for scaling in scalings):
+    if not all(map(math.isfinite, values)) or not all(is_float32(scaling) and scaling > 0 for scaling in scalings):
         raise RopeConfigError(
             f"rope variant '{spec.variant}' must return finite frequencies and positive scalings, got inv_freq "
             f"{values}, attention_scaling {scalings[0]} and position_scaling {scalings[1]}"

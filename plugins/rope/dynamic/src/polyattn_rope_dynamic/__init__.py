@@ -8,7 +8,16 @@ from typing import ClassVar
 import torch
 
 from polyattn._rope.spec import RopeSpec
-from polyattn._rope.variant import RopeFrequencies, above, at_least, check_spec, inverse_powers, number, optional
+from polyattn._rope.variant import (
+    RopeFrequencies,
+    above,
+    at_least,
+    check_spec,
+    inverse_powers,
+    is_float32,
+    number,
+    optional,
+)
 
 __all__ = ["DynamicRope"]
 
@@ -38,10 +47,14 @@ class DynamicRope:
 
     def frequencies(self, spec: RopeSpec, *, device: torch.device, length: int | None = None) -> RopeFrequencies:
         """The frequencies of ``spec``; ``length`` has no influence."""
-        factor, dim = number(spec, "factor"), spec.rotary_dim
-        growth = factor**2 - factor + 1 if spec.parameters["alpha"] is None else number(spec, "alpha")
-        base = spec.theta * growth ** (dim / (dim - 2))
-        return RopeFrequencies((1.0 / inverse_powers(base, dim)).to(device))
+        return RopeFrequencies((1.0 / inverse_powers(_base(spec), spec.rotary_dim)).to(device))
+
+
+def _base(spec: RopeSpec) -> float:
+    factor, dim = number(spec, "factor"), spec.rotary_dim
+    growth = factor**2 - factor + 1 if spec.parameters["alpha"] is None else number(spec, "alpha")
+    base: float = spec.theta * growth ** (dim / (dim - 2))
+    return base
 
 
 def _contradictions(spec: RopeSpec) -> Iterator[str]:
@@ -49,3 +62,6 @@ def _contradictions(spec: RopeSpec) -> Iterator[str]:
         yield f"parameters['factor'] must be 1 where alpha sets the base, got {spec.parameters['factor']}"
     if spec.rotary_dim < 4:
         yield f"rotary_dim must be at least 4, got {spec.rotary_dim}"
+    elif not is_float32(_base(spec)):
+        name = "factor" if spec.parameters["alpha"] is None else "alpha"
+        yield f"parameters[{name!r}] must leave the base a float32 number, got {number(spec, name)} and {_base(spec):g}"
