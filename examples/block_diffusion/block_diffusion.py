@@ -70,7 +70,7 @@ def block_diffusion(
             ``mask_mod``.
 
     Raises:
-        ValueError: ``anchors`` is no integer matrix, or a size is below 1.
+        ValueError: ``anchors`` is no integer matrix, a size is too small, or a mask of validity has another form.
     """
     if anchors.dim() != 2 or anchors.is_floating_point() or anchors.dtype is torch.bool:
         raise ValueError(f"anchors must be Int[B, N], got {anchors.dtype} {tuple(anchors.shape)}")
@@ -79,6 +79,12 @@ def block_diffusion(
             f"block_size must be >= 1 and context_len >= 0, got block_size={block_size} and context_len={context_len}"
         )
     batch, blocks = anchors.shape
+    for name, valid, shape in (
+        ("context_valid", context_valid, (batch, context_len)),
+        ("block_valid", block_valid, (batch, blocks)),
+    ):
+        if valid is not None and (valid.dtype is not torch.bool or tuple(valid.shape) != shape):
+            raise ValueError(f"{name} must be Bool{list(shape)}, got {valid.dtype} {tuple(valid.shape)}")
     queries, keys = blocks * block_size, context_len + blocks * block_size
     active = None if block_valid is None else block_valid.repeat_interleave(block_size, 1)
     mask = BlockDiffusionMask(anchors, block_size, context_len, context_valid)

@@ -184,6 +184,21 @@ def test_wrong_arguments_are_named(arguments, text):
         block_diffusion(*arguments)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(
+    ("name", "valid", "text"),
+    [
+        ("context_valid", torch.ones(2, 8), r"context_valid must be Bool\[2, 8\], got torch.float32 \(2, 8\)"),
+        ("context_valid", torch.ones(1, 8).bool(), r"context_valid must be Bool\[2, 8\], got torch.bool \(1, 8\)"),
+        ("context_valid", torch.ones(2, 9).bool(), r"context_valid must be Bool\[2, 8\], got torch.bool \(2, 9\)"),
+        ("block_valid", torch.ones(2, 3).bool(), r"block_valid must be Bool\[2, 1\], got torch.bool \(2, 3\)"),
+    ],
+)
+def test_validity_of_another_shape_or_dtype_is_refused(name, valid, text, dense):
+    with pytest.raises(ValueError, match=text):
+        block_diffusion(torch.tensor([[2], [5]]), 3, 8, **{name: valid}, dense=dense)
+
+
 def test_the_example_runs(capsys, monkeypatch):
     monkeypatch.setattr(polyattn.backends, "names", lambda: ("eager", "fa", "sdpa"))  # flex would compile
     example.main()

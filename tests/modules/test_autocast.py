@@ -68,6 +68,14 @@ def test_a_norm_that_promotes_queries_and_keys_trains_on_every_backend(backend):
     assert len(calls.forward) == (name == "fa")
 
 
+def test_without_autocast_it_is_refused_with_the_three_dtypes():
+    layer = layer_of("sdpa").bfloat16()
+    layer.q_norm, layer.k_norm = Promoting(), Promoting()
+    with pytest.raises(AttentionInputError) as caught:
+        layer(hidden_of(torch.bfloat16), AttentionScope(MaskLayout.causal(8)), POSITIONS)
+    assert "got q torch.float32, k torch.float32, v torch.bfloat16" in str(caught.value)
+
+
 def test_the_result_under_autocast_is_near_that_of_fp32(backend):
     name, _ = backend
     got, _ = trained(layer_of(name))

@@ -116,6 +116,17 @@ def test_compiled_whole_it_has_the_same_gradients(backend):
     close({name: parameter.grad for name, parameter in model.named_parameters()}, want)
 
 
+def test_compiled_whole_with_activation_checkpointing_it_has_the_same_gradients():
+    torch.manual_seed(0)
+    model = Decoder(config_of("sdpa"), layers=2)
+    want = gradients(model, *BATCH)
+    model.checkpoint = False
+    torch._dynamo.reset()
+    model.zero_grad()
+    torch.compile(model, fullgraph=True, backend="aot_eager")(*BATCH).sin().sum().backward()
+    close({name: parameter.grad for name, parameter in model.named_parameters()}, want)
+
+
 class FromIds(torch.nn.Module):
     """What ``torch.export`` takes: tensors in, layout and scope inside."""
 

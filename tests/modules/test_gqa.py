@@ -64,6 +64,61 @@ def test_every_norm_and_head_count_gives_the_same_numbers_on_both_backends(norm,
     torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
 
 
+def by_definition(module, hidden, window):
+    """The whole layer on one causal row, token by token and head by head."""
+    spec, length = module.spec, hidden.shape[0]
+    norm, tables = spec.qk_norm, module.rotary(torch.arange(length)[None])
+
+    def normed(x, weight):
+        unit = x / torch.sqrt(x.square().mean() + norm.eps)
+        return unit * weight if norm.weighted else unit
+
+    def of_heads(x, weight, heads):
+        """``[heads, D]`` from ``[heads * D]``."""
+        if norm.scope == "projection":
+            return normed(x.reshape(-1), weight).view(heads, -1)
+        return torch.stack([normed(head, weight) for head in x.view(heads, -1)])
+
+    def rotated(x, token):
+        first, second = x.chunk(2, -1)
+        cos, sin = tables.cos[0, token].double(), tables.sin[0, token].double()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def of_token(projected, own_norm, token, heads):
+        weight = own_norm.weight if norm is not None and norm.weighted else None
+        x = projected[token].view(heads, -1)
+        x = of_heads(x, weight, heads) if norm is not None and norm.position == "before" else x
+        x = rotated(x, token)
+        return of_heads(x, weight, heads) if norm is not None and norm.position == "after" else x
+
+    groups, heads = spec.num_kv_heads, spec.num_heads
+    q = [of_token(module.q_proj(hidden), module.q_norm, token, heads) for token in range(length)]
+    k = [of_token(module.k_proj(hidden), module.k_norm, token, groups) for token in range(length)]
+    v = module.v_proj(hidden).view(length, groups, -1)
+    rows = []
+    for query in range(length):
+        keys, mixed = range(max(0, query - window + 1), query + 1), []
+        for head in range(heads):
+            group = head // (heads // groups)
+            weights = torch.stack([q[query][head] @ k[key][group] * spec.head_dim**-0.5 for key in keys]).softmax(0)
+            mixed.append(sum(weight * v[key, group] for weight, key in zip(weights, keys, strict=True)))
+        rows.append(module.o_proj(torch.cat(mixed)))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_layer_is_what_the_conventions_say_it_is(backend, norm):
+    module = layer(qk_norm=norm, v_head_dim=5, bias=True, output_bias=True, window=4, backend=backend).double()
+    for name, parameter in module.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    hidden = hidden_of(1).double()
+    got = module(hidden, AttentionScope(MaskLayout.causal(6)), POSITIONS)
+    torch.testing.assert_close(got[0], by_definition(module, hidden[0], 4), rtol=1e-6, atol=1e-7)
+
+
 def test_each_document_of_a_packed_row_equals_the_document_alone():
     module = layer(qk_norm=NORMS[1], backend="sdpa")
     hidden = hidden_of(1)

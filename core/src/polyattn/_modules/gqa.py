@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from polyattn._backend import AttentionBackend, AttentionResult
 from polyattn._errors import ConfigError, UnsupportedAttentionError
-from polyattn._modules.inputs import check_dtype
+from polyattn._modules.inputs import check_dtype, check_part
 from polyattn._modules.kind import LayerKind, layer_kind
 from polyattn._modules.norm import RMSNorm
 from polyattn._modules.projections import keys_and_values, load_either_form
@@ -124,6 +124,12 @@ class GroupedQueryAttention(nn.Module):
         self.fused_qkv = fused_qkv
         self.register_load_state_dict_pre_hook(load_either_form)  # type: ignore[no-untyped-call]
         self.kind = self._able(kind, placed=device is not None)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a submodule that the structure knows nothing of: no forward would use it."""
+        if isinstance(value, nn.Module) and "kind" in self.__dict__:
+            check_part(self.kind.spec, name, value)
+        super().__setattr__(name, value)
 
     @classmethod
     def from_spec(cls, spec: AttentionSpec, **rest: Any) -> GroupedQueryAttention:

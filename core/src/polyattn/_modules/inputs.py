@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -85,35 +84,27 @@ def check_inputs(
         raise AttentionInputError("; ".join(problems))
 
 
-def check_parts(spec: AttentionSpec, parts: Mapping[str, Any]) -> None:
-    """Refuse submodules that the structure knows nothing of, and which would stay unused.
-
-    Taking one out, or putting another in its place, is fine.
+def check_part(spec: AttentionSpec, name: str, part: nn.Module) -> None:
+    """Refuse a submodule that the structure knows nothing of and that would stay unused.
 
     Args:
         spec: of the layer.
-        parts: its submodules by name.
+        name: of the submodule.
+        part: what is to have that name.
 
     Raises:
-        AttentionInputError: a norm, rotary module or sinks in a layer without, or a rotary module of another kind.
+        AttentionInputError: a norm, rotary module or sinks for a layer without, or a rotary module of another kind.
     """
-    unknown = []
-    if spec.qk_norm is None:
-        unknown = [name for name in ("q_norm", "k_norm") if parts.get(name) is not None]
-    if spec.rope is None and parts.get("rotary") is not None:
-        unknown.append("rotary")
-    if not spec.sinks and parts.get("sinks") is not None:
-        unknown.append("sinks")
-    if unknown:
+    fields = {"q_norm": "qk_norm", "k_norm": "qk_norm", "rotary": "rope", "sinks": "sinks"}
+    field = fields.get(name)
+    if field is not None and not getattr(spec, field):
         raise AttentionInputError(
-            f"{', '.join(unknown)} must be None in a layer that was built without, got "
-            f"{', '.join(type(parts[name]).__name__ for name in unknown)}; "
-            "build the layer with qk_norm=, rope= or sinks= instead of adding the module to it"
+            f"{name} must be None in a layer that was built without, got {type(part).__name__}; "
+            f"build the layer with {field}= instead of adding the module to it"
         )
-    rotary = parts.get("rotary")
-    if rotary is not None and not hasattr(rotary, "sharing_key"):
+    if name == "rotary" and not hasattr(part, "sharing_key"):
         raise AttentionInputError(
-            f"rotary must be a RotaryEmbedding, one of a subclass, or None for no rotation, got {type(rotary).__name__}"
+            f"rotary must be a RotaryEmbedding, one of a subclass, or None for no rotation, got {type(part).__name__}"
         )
 
 

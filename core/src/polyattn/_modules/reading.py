@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn._backend import PreparedAttention
-from polyattn._modules.inputs import check_inputs, check_parts, check_types
+from polyattn._modules.inputs import check_inputs, check_types
 from polyattn._modules.kind import Call
 from polyattn._rope import RotaryEmbedding, RotaryTables
 from polyattn._scope import AttentionScope
@@ -16,7 +16,6 @@ from polyattn._tensors import autocast_dtype
 
 if TYPE_CHECKING:
     from polyattn._modules.gqa import GroupedQueryAttention
-    from polyattn._modules.spec import AttentionSpec
 
 
 class Read(NamedTuple):
@@ -73,8 +72,14 @@ def read_scope(
     parts: dict[str, Any] = layer._modules  # noqa: SLF001  # as layer.rotary, in a fraction of the time
     kind, rotary = layer.kind, parts.get("rotary")
     spec = kind.spec
-    check_parts(spec, parts)
-    key = (kind, _source(rotary, spec), hidden.shape, hidden.dtype, hidden.device, asked, context)
+    # Where the tables come from: whether there are any, or the rotary module if they are its own. What built-in rotary
+    # modules of one kind make is the same.
+    source: Any = rotary is not None
+    if rotary is not None:
+        shared = rotary.sharing_key()
+        if shared is not spec.rope and shared != spec.rope:
+            source = rotary
+    key = (kind, source, hidden.shape, hidden.dtype, hidden.device, asked, context)
     # A compiler would guard on the table, and compile again when it has grown.
     compiling = torch.compiler.is_compiling()
     found: Read | None = None if compiling else scope.memo.get(key)
@@ -90,17 +95,6 @@ def read_scope(
         if not compiling:
             scope.memo[key] = found
     return found
-
-
-def _source(rotary: RotaryEmbedding | None, spec: AttentionSpec) -> RotaryEmbedding | bool:
-    """Where the tables come from: the rotary module, if they are its own; else whether there are any.
-
-    Layers of one kind whose rotary modules are the built-in one have one rule.
-    """
-    if rotary is None:
-        return False
-    shared = rotary.sharing_key()
-    return shared is spec.rope or shared == spec.rope or rotary
 
 
 def _others_want_grad(layer: GroupedQueryAttention, kv_hidden: Tensor | None) -> bool:
