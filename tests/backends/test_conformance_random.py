@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from hypothesis import given
 
+from fa_stand_in import stand_in
+from polyattn import backends
 from polyattn.testing.runner import start_trial
 from polyattn.testing.strategies import PROFILES, calls
 from polyattn.testing.trial import one_thread
@@ -17,15 +20,39 @@ from polyattn.testing.trial import one_thread
 PROFILE = PROFILES[os.environ.get("POLYATTN_HYPOTHESIS", "ci")]
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_random_calls_are_right_or_refused_properly(backend):
+def check(backend, calls):
+    """Every call is right or refused properly, and a fair share of them is not refused."""
     trial = start_trial(backend)
 
     @PROFILE
-    @given(calls())
+    @given(calls)
     def right_or_refused(call):
         trial.compare_one(*call)
 
     with one_thread():
         right_or_refused()
     assert trial.honoured > PROFILE.max_examples / 4
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_random_calls_are_right_or_refused_properly(backend):
+    check(backend, calls())
+
+
+@pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
+def test_random_calls_of_uncompiled_flex_are_right_or_refused_properly():
+    check(backends.resolve("flex_attention", {"compiled": False}), calls())
+
+
+@pytest.mark.parametrize("provider", ["flash_attn", "torch_varlen"])
+def test_random_calls_of_fa_on_a_stand_in_are_right_or_refused_properly(provider):
+    with stand_in(provider):
+        check(
+            backends.resolve("fa", {"provider": provider}),
+            calls(
+                kinds=("structured", "documents", "part", "part"),
+                dtypes=(torch.bfloat16, torch.float16),
+                bias=False,
+                softcap=provider == "flash_attn",
+            ),
+        )

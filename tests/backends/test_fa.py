@@ -252,6 +252,21 @@ def test_inactive_queries_inside_a_sequence_give_and_take_nothing(provider):
         assert other.isfinite().all()
 
 
+def test_a_part_whose_last_query_sees_later_keys_gives_what_the_whole_gives(provider):
+    # Every query takes part, with fillers behind them: the kernels put the last query on the last key.
+    backend, whole = FlashBackend(FlashOptions(provider)), both_ways(8, 3)
+    q, k, v = qkv(grad=True)
+    of_whole = attention(q, k, v, whole, backend=backend, return_lse=True)
+    part = attention(q[:, :, :4], k, v, whole.select_queries(slice(0, 4)), backend=backend, return_lse=True)
+    close(part.output, of_whole.output[:, :, :4].double(), factor=1)
+    close(part.lse, of_whole.lse[:, :, :4].double(), factor=1)
+    grads = [
+        torch.autograd.grad([x.output[:, :, :4].sum(), x.lse[:, :, :4].sum()], [q, k, v]) for x in (part, of_whole)
+    ]
+    for got, want in zip(*grads, strict=True):
+        close(got, want.double(), factor=1)
+
+
 @pytest.mark.parametrize("layout", [MaskLayout.causal(8), MaskLayout.packed([3, 5]), MaskLayout.causal(8, 3)],
                          ids=["fixed", "sequences", "dead_rows"])  # fmt: skip
 def test_the_lse_is_a_natural_logarithm_per_head_and_query_and_minus_infinity_where_nothing_is_seen(provider, layout):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -19,7 +19,9 @@ PROFILES = {
         max_examples=2000, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
     ),
 }
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+#: Ways to describe a mask: any mixture of fields; packed documents; parts of a longer sequence; element by element.
+KINDS = ("structured", "documents", "part", "dense", "mask_mod")
 
 
 def tensors(shape: tuple[int, ...], low: int, high: int) -> st.SearchStrategy[Tensor]:
@@ -71,6 +73,16 @@ def documents(draw: st.DrawFn, rows: int, length: int) -> MaskLayout:
     )
 
 
+@st.composite
+def parts(draw: st.DrawFn, rows: int, q_len: int, kv_len: int) -> MaskLayout:
+    """Some queries and some keys of longer packed documents, as a rank of a sequence-parallel group has them."""
+    length = max(q_len, kv_len) + draw(st.integers(0, 6))
+    whole = draw(documents(rows, length))
+    first_query, first_key = draw(st.integers(0, length - q_len)), draw(st.integers(0, length - kv_len))
+    queries = whole.select_queries(slice(first_query, first_query + q_len))
+    return queries.select_keys(slice(first_key, first_key + kv_len))
+
+
 def _from_table(table: Tensor) -> Callable[..., Tensor]:
     def mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return table[b * (table.shape[0] > 1), h * (table.shape[1] > 1), q_idx, kv_idx]
@@ -79,12 +91,16 @@ def _from_table(table: Tensor) -> Callable[..., Tensor]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, batch: int, heads: int, q_len: int, kv_len: int) -> MaskLayout:
-    """Layouts of every kind; their batch and heads are 1 or those given."""
+def layouts(
+    draw: st.DrawFn, batch: int, heads: int, q_len: int, kv_len: int, kinds: Sequence[str] = KINDS
+) -> MaskLayout:
+    """Layouts of the given kinds; their batch and heads are 1 or those given."""
     rows = draw(st.sampled_from((1, batch)))
-    kind = draw(st.sampled_from(("structured", "documents", "dense", "mask_mod")))
+    kind = draw(st.sampled_from(kinds))
     if kind == "documents" and q_len > 0:
         return draw(documents(rows, q_len))
+    if kind == "part" and q_len > 0 and kv_len > 0:
+        return draw(parts(rows, q_len, kv_len))
     active = draw(st.none() | bools((rows, q_len)))
     if kind in {"dense", "mask_mod"} and q_len > 0 and kv_len > 0:
         mask = draw(bools((rows, draw(st.sampled_from((1, heads))), q_len, kv_len)))
@@ -112,13 +128,28 @@ def biases(draw: st.DrawFn, shape: tuple[int, int, int, int], dtype: torch.dtype
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[Case, Mode]:
-    """A whole attention call and what is asked of it."""
+def calls(
+    draw: st.DrawFn,
+    *,
+    kinds: Sequence[str] = KINDS,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    bias: bool = True,
+    softcap: bool = True,
+) -> tuple[Case, Mode]:
+    """A whole attention call and what is asked of it.
+
+    Args:
+        draw: hypothesis gives it.
+        kinds: of layouts, some of :data:`KINDS`.
+        dtypes: of the tensors.
+        bias: whether to try one.
+        softcap: whether to try one.
+    """
     batch, kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     q_len = draw(st.integers(0, 12))
     kv_len = draw(st.just(q_len) | st.integers(0, 12))
-    layout = draw(layouts(batch, kv_heads * group, q_len, kv_len))
-    dtype = draw(st.sampled_from(_DTYPES))
+    layout = draw(layouts(batch, kv_heads * group, q_len, kv_len, kinds))
+    dtype = draw(st.sampled_from(dtypes))
     case = make_case(
         layout,
         dtype=dtype,
@@ -129,10 +160,10 @@ def calls(draw: st.DrawFn) -> tuple[Case, Mode]:
         v_head_dim=draw(st.none() | st.integers(1, 9)),
         seed=draw(st.integers(0, 2**16)),
         scale=draw(st.none() | st.sampled_from((0.3, 1.0, -0.7))),
-        softcap=draw(st.none() | st.sampled_from((0.5, 4.0))),
+        softcap=draw(st.none() | st.sampled_from((0.5, 4.0))) if softcap else None,
         sinks=draw(st.booleans()),
     )
-    if draw(st.booleans()):
+    if bias and draw(st.booleans()):
         shape = (*case.q.shape[:3], layout.kv_len)
         case = case.change(bias=draw(biases(shape, dtype)))
         if draw(st.booleans()):

@@ -46,11 +46,11 @@ class Part(NamedTuple):
         return tokens if self.k_rows is None else tokens.index_select(0, self.k_rows)
 
     def put_queries(self, target: Tensor | None, packed: Tensor) -> Tensor:
-        """``target`` with the call's queries written; the packed tensor itself where it is the whole."""
-        if self.q_rows is None:
-            return packed
-        assert target is not None
+        """``target`` with the call's queries written; the packed tensor without fillers where it is the whole."""
         real = packed if self.q_slots is None else packed.index_select(0, self.q_slots)
+        if self.q_rows is None:
+            return real
+        assert target is not None
         return target.index_copy_(0, self.q_rows, real)
 
     def put_keys(self, target: Tensor | None, packed: Tensor, *, shared: bool) -> Tensor:
