@@ -26,6 +26,9 @@ from polyattn_flex import FlexBackend, FlexOptions, _backend, _kernels, _ops, _r
 
 _UNCOMPILED = "backend_options {compiled: false} runs it uncompiled, slowly and in memory quadratic in the length"
 
+_LOOK_FOR_COMPILER = _reasons._of_cpu.__wrapped__
+pytestmark = pytest.mark.usefixtures("any_compiler")
+
 
 @pytest.fixture
 def uncompiled():
@@ -119,11 +122,8 @@ def test_explain_says_that_an_option_runs_it_uncompiled():
 
 def test_a_missing_compiler_is_a_reason(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    _reasons._of_cpu.cache_clear()
-    try:
-        (reason,) = backends.get("flex_attention").unsupported(MaskLayout.causal(8), _request())
-    finally:
-        _reasons._of_cpu.cache_clear()
+    monkeypatch.setattr(_reasons, "_of_cpu", _LOOK_FOR_COMPILER)
+    (reason,) = backends.get("flex_attention").unsupported(MaskLayout.causal(8), _request())
     assert (reason.code, reason.feature) == ("no_compiler", "kernel")
     assert str(reason) == (
         "kernel: got no no-such-compiler on the path, need the C++ compiler that torch.compile uses; "

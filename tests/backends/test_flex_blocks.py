@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from polyattn import AttentionRequest, MaskLayout, StructuredMask, backends
 from polyattn_flex._blocks import from_ranges, from_rows
 
+pytestmark = pytest.mark.usefixtures("any_compiler")
 _VALID = torch.arange(300) < torch.tensor([[300], [131], [0]])
 
 LAYOUTS = {

@@ -14,8 +14,13 @@ from polyattn.testing import reference_attention
 from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, evaluate, make_case
 from polyattn.testing.checks.rows import _poisoned
+from polyattn_flex import FlexBackend
 
-pytestmark = pytest.mark.compile
+_MISSING = FlexBackend().device_reasons(torch.device("cpu"))
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(bool(_MISSING), reason=f"nothing compiles here: {'; '.join(map(str, _MISSING))}"),
+]
 
 LENGTH = 260
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}

@@ -112,6 +112,36 @@ REFUSED = {
         lambda: MaskLayout.packed(torch.tensor([2.0])),
         "lengths must be .* int32 or int64, got torch.float32; cast it first",
     ),
+    "length beyond int64": (
+        lambda: MaskLayout.packed([2**70]),
+        "lengths must be ints that fit int64, got 1180591620717411303424",
+    ),
+    "length beyond what can be printed": (
+        lambda: MaskLayout.full(10**5000),
+        "q_len must be at most 72057594037927936, got an int of 16610 bits",
+    ),
+    "numbers whose sum wraps to zero": (
+        lambda: MaskLayout.packed([2**62] * 4),
+        "what lengths add up to must be at most 72057594037927936, got 18446744073709551616",
+    ),
+    "offset beyond int64": (lambda: MaskLayout.packed(cu_seqlens=[0, 2**63]), "cu_seqlens must be ints that fit int64"),
+    "offset beyond memory": (
+        lambda: MaskLayout.packed(cu_seqlens=[0, 2**62]),
+        "what cu_seqlens end at must be at most 72057594037927936, got 4611686018427387904",
+    ),
+    "document id beyond int64": (
+        lambda: MaskLayout.packed(document_ids=[0, -(2**70)]),
+        "document_ids must be ints that fit int64, got -1180591620717411303424",
+    ),
+    "position id beyond int64": (
+        lambda: MaskLayout.packed(position_ids=[0, 2**70]),
+        "position_ids must be ints that fit int64",
+    ),
+    "prefix beyond int64": (lambda: MaskLayout.prefix_lm(2**70, 8), "prefix_lengths must be ints that fit int64"),
+    "valid keys beyond int64": (
+        lambda: MaskLayout.padded(lengths=[2**70], kv_len=4),
+        "lengths must be ints that fit int64",
+    ),
     "lengths that do not add up": (
         lambda: MaskLayout.packed([3, 4], kv_len=9),
         "lengths must add up to kv_len, got 7 and kv_len=9",
@@ -187,6 +217,15 @@ REFUSED = {
     ),
     "index out of range": (lambda: MaskLayout.causal(3).select_queries([1, 3]), "index must lie in 0 .. 2, got 1 .. 3"),
     "negative index": (lambda: MaskLayout.causal(3).select_keys([-1]), "index must lie in 0 .. 2, got -1 .. -1"),
+    "index beyond int64": (lambda: MaskLayout.causal(3).select_keys([2**70]), "index must be ints that fit int64"),
+    "slice with step 0": (
+        lambda: MaskLayout.causal(3).select_keys(slice(0, 3, 0)),
+        r"index must be a slice of ints whose step is not 0, got slice\(0, 3, 0\)",
+    ),
+    "slice of floats": (
+        lambda: MaskLayout.causal(3).select_queries(slice(0.0, 3)),
+        "index must be a slice of ints whose step is not 0",
+    ),
     "bools as index": (lambda: MaskLayout.causal(2).select_keys([True, False]), "index must be ints"),
     "bool tensor as index": (lambda: MaskLayout.causal(4).select_keys(VALID[0]), "index must be Int.*got torch.bool"),
     "heads that are no slice": (lambda: MaskLayout.causal(2).select_heads(0), "index must be a slice of heads, got 0"),
@@ -207,6 +246,14 @@ REFUSED = {
         "batch must be that of the layout.*got 3 and 2",
     ),
     "picture of an absent row": (lambda: MaskLayout.causal(3).draw(batch=1), "batch must lie in 0 .. 0, got 1"),
+    "picture of no int": (
+        lambda: MaskLayout.causal(3).draw(head=0.0),
+        "head must be an int >= 0, got 0.0",
+    ),
+    "picture without size": (lambda: MaskLayout.causal(3).draw(size=0), "size must be an int >= 1, got 0"),
+    "rows before the first": (lambda: MaskLayout.causal(3).dense_rows(-1, 2), "start must be an int >= 0, got -1"),
+    "rows after the last": (lambda: MaskLayout.causal(3).dense_rows(1, 4), "stop must be at most 3, got 4"),
+    "rows backwards": (lambda: MaskLayout.causal(3).dense_rows(2, 1), "start must be at most stop, got 2 and 1"),
     "check of what cannot be read": (
         lambda: MaskLayout.packed(document_ids=IDS.to("meta")),
         "document_ids cannot be checked .* pass validate=False",

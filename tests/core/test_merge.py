@@ -128,7 +128,11 @@ def test_half_precision_parts_are_weighted_in_float32():
 def test_parts_that_do_not_belong_together_are_refused():
     with pytest.raises(AttentionInputError, match="at least one AttentionResult, got none"):
         merge([])
+    with pytest.raises(AttentionInputError, match="must be a sequence of AttentionResult, got int"):
+        merge(3)
     part = AttentionResult(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2))
+    with pytest.raises(AttentionInputError, match=r"results\[1\] must be an AttentionResult, got Tensor"):
+        merge([part, part.output])
     with pytest.raises(AttentionInputError, match=r"results\[1\].lse must be a tensor, got None; run the part with"):
         merge([part, AttentionResult(part.output)])
     with pytest.raises(AttentionInputError, match=r"results\[1\].output is torch.float32 \(1, 1, 4, 3\)"):

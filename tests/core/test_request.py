@@ -1,5 +1,6 @@
 """What a request reads off the tensors, and what it refuses."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -94,6 +95,12 @@ def test_integers_and_lists_are_no_queries():
         ({"softcap": 0.0}, "softcap must be a positive finite number or None, got 0.0"),
         ({"softcap": -1.0}, "got -1.0"),
         ({"softcap": float("nan")}, "got nan"),
+        ({"softcap": 10**400}, "softcap must be a positive finite number or None, got an int of 1329 bits"),
+        ({"softcap": 1e39}, r"got 1e\+39, which is none in FP32, in which scores are computed \(at most 3.403e\+38\)"),
+        ({"scale": -(10**400)}, "scale must be a finite number or None, got an int of 1329 bits"),
+        ({"scale": 1e300}, r"got 1e\+300, which is none in FP32"),
+        ({"scale": True}, "scale must be a finite number or None, got True"),
+        ({"dropout_p": 10**400}, r"dropout_p must lie in \[0, 1\), got an int of 1329 bits"),
         ({"scale": float("inf")}, "scale must be a finite number or None, got inf"),
         ({"dropout_p": 1.0}, r"dropout_p must lie in \[0, 1\), got 1.0"),
         ({"dropout_p": -0.1}, "got -0.1"),
@@ -106,6 +113,48 @@ def test_integers_and_lists_are_no_queries():
 def test_scalars_out_of_range_are_refused(field, text):
     with pytest.raises(AttentionInputError, match=text):
         AttentionRequest.of(*tensors(), **field)
+
+
+def test_fp64_takes_numbers_that_fp32_cannot_hold():
+    assert AttentionRequest.of(*tensors(dtype=torch.float64), scale=1e300, softcap=10**300).softcap == 1e300
+
+
+def test_a_whole_number_is_the_same_request_as_its_float():
+    request = AttentionRequest.of(*tensors(), scale=2, softcap=30)
+    assert request == AttentionRequest.of(*tensors(), scale=2.0, softcap=30.0)
+    assert (type(request.scale), type(request.softcap)) == (float, float)
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"dtype": "float32"}, "dtype must be a torch.dtype, got 'float32'"),
+        ({"device": "cpu"}, "device must be a torch.device, got 'cpu'; make one with torch.device"),
+        ({"head_dim": 10**700}, "head_dim must be at most 2147483647, got an int of 2326 bits"),
+        ({"batch": -1}, "batch must be an int >= 0, got -1"),
+        ({"heads": 3}, "heads must be a multiple of kv_heads, got heads=3 and kv_heads=2"),
+    ],
+)
+def test_a_request_made_by_hand_is_checked_like_any_other(changes, text):
+    with pytest.raises(AttentionInputError, match=text):
+        dataclasses.replace(AttentionRequest.of(*tensors()), **changes)
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        (
+            lambda x: x.to_sparse(),
+            r"q must be an ordinary dense tensor, got layout torch.sparse_coo; call .to_dense",
+        ),
+        (lambda x: torch.nested.nested_tensor([x[0]]), "q must be an ordinary dense tensor, got a nested tensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_sparse_and_nested_tensors_are_refused(wrong, text):
+    q, k, v = tensors()
+    with pytest.raises(AttentionInputError, match=text):
+        AttentionRequest.of(wrong(q), k, v)
 
 
 def test_dropout_acts_in_training_only():

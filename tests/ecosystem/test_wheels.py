@@ -14,6 +14,12 @@ import pytest
 from bare_environment import bare_environment
 
 ROOT = Path(__file__).parents[2]
+DISTRIBUTIONS = {
+    "eager": "polyattn-eager",
+    "sdpa": "polyattn-sdpa",
+    "flex_attention": "polyattn-flex",
+    "fa": "polyattn-fa2",
+}
 pytestmark = pytest.mark.slow
 
 
@@ -33,7 +39,7 @@ def checked(*command, cwd=None):
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheels")
-    for source in ("core", "plugins/sdpa", "plugins/rope/default"):
+    for source in ("core", "plugins/eager", "plugins/sdpa", "plugins/flex", "plugins/fa2", "plugins/rope/default"):
         checked(
             sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT / source
         )
@@ -41,12 +47,20 @@ def wheels(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def environment(wheels, tmp_path_factory):
-    """The ``bin`` folder of an environment with this one's third-party packages and polyattn from wheels only."""
-    binaries = bare_environment(tmp_path_factory.mktemp("environment"))
-    pip = (sys.executable, "-m", "pip", "--python", binaries / "python")
-    checked(*pip, "install", "--quiet", "--no-index", "--find-links", wheels, "polyattn-sdpa", "polyattn-rope-default")
-    return binaries
+def environment(tmp_path_factory):
+    """The ``bin`` folder of an environment with this one's third-party packages and nothing of the workspace."""
+    return bare_environment(tmp_path_factory.mktemp("environment"))
+
+
+@pytest.fixture(scope="module", params=DISTRIBUTIONS)
+def installed(request, wheels, environment):
+    """The name of the only backend that is there: its wheel and whatever that declares, core among it."""
+    name = request.param
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", environment / "python")
+    wanted = (DISTRIBUTIONS[name], "polyattn-rope-default")
+    checked(*pip, "install", "--quiet", "--no-index", "--find-links", wheels, *wanted)
+    yield name
+    checked(*pip, "uninstall", "--quiet", "--yes", "polyattn", *wanted)
 
 
 def test_wheels_carry_types_licence_and_entry_points(wheels):
@@ -61,27 +75,48 @@ def test_wheels_carry_types_licence_and_entry_points(wheels):
             assert all(entry.startswith((f"{name}/", f"{name}-")) for entry in names)
 
 
-def test_only_the_installed_backend_is_listed(environment):
+def test_only_the_installed_backend_is_listed(environment, installed):
     listed = json.loads(checked(environment / "polyattn", "list", "--json"))
-    assert [entry["name"] for entry in listed["backends"]] == ["sdpa"]
+    assert [entry["name"] for entry in listed["backends"]] == [installed]
     assert [entry["name"] for entry in listed["rope"]] == ["default"]
 
 
-def test_the_installed_backend_runs_and_another_is_refused_with_its_pip_command(environment):
+def test_the_installed_backend_works_or_says_why_and_others_are_refused_with_their_pip_command(environment, installed):
     code = """
-import pathlib, sys, torch, polyattn
+import json, pathlib, sys, warnings
+import torch, polyattn
 assert pathlib.Path(polyattn.__file__).is_relative_to(sys.prefix), polyattn.__file__
+name, others = sys.argv[1], sys.argv[2:]
 q = torch.randn(1, 4, 6, 8)
 k = v = torch.randn(1, 2, 6, 8)
 layout = polyattn.MaskLayout.packed([2, 4])
-out = polyattn.attention(q, k, v, layout, backend="sdpa").output
-alone = polyattn.attention(q[:, :, :2], k[:, :, :2], v[:, :, :2], polyattn.MaskLayout.causal(2), backend="auto").output
-torch.testing.assert_close(out[:, :, :2], alone)
+first = polyattn.MaskLayout.causal(2)
+refused = {}
+for other in others:
+    try:
+        polyattn.attention(q, k, v, layout, backend=other)
+    except polyattn.UnknownBackendError as error:
+        refused[other] = str(error)
+warnings.simplefilter("ignore")  # the uncompiled form says that it is slow
+backend = polyattn.backends.resolve(name, {"compiled": False} if name == "flex_attention" else None)
+reasons = []
 try:
-    polyattn.attention(q, k, v, layout, backend="eager")
-except polyattn.UnknownBackendError as error:
-    print(error)
+    out = polyattn.attention(q, k, v, layout, backend=backend).output
+except polyattn.UnsupportedAttentionError as error:
+    reasons = [reason.to_dict() for reason in error.reasons]
+else:
+    alone = polyattn.attention(q[:, :, :2], k[:, :, :2], v[:, :, :2], first, backend=backend).output
+    torch.testing.assert_close(out[:, :, :2], alone)
+print(json.dumps({"refused": refused, "reasons": reasons}))
 """
-    said = checked(environment / "python", "-c", code)
-    assert "sdpa" in said
-    assert "pip install polyattn-eager" in said
+    others = [name for name in DISTRIBUTIONS if name != installed]
+    said = json.loads(checked(environment / "python", "-c", code, installed, *others))
+    assert said["refused"] == {
+        other: f"no backend named '{other}' is installed; `pip install {DISTRIBUTIONS[other]}` brings it; "
+        f"installed: {installed}"
+        for other in others
+    }
+    if installed == "fa":  # on the CPU
+        assert (said["reasons"][0]["feature"], said["reasons"][0]["got"]) == ("device", "cpu")
+    else:
+        assert said["reasons"] == []

@@ -6,7 +6,7 @@ behind blockwise and ring attention. Sinks are applied after a merge, since no p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,17 +62,21 @@ def apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return torch.where(dead.unsqueeze(-1), 0.0, scaled).to(output.dtype)
 
 
-def _parts(results: Sequence[AttentionResult]) -> tuple[list[Tensor], list[Tensor]]:
-    if not results:
-        raise AttentionInputError("results must hold at least one AttentionResult, got none")
+def _parts(results: object) -> tuple[list[Tensor], list[Tensor]]:
+    if not isinstance(results, Iterable):
+        raise AttentionInputError(f"results must be a sequence of AttentionResult, got {type(results).__name__}")
     outputs, lses = [], []
     for index, result in enumerate(results):
+        if not isinstance(result, AttentionResult):
+            raise AttentionInputError(f"results[{index}] must be an AttentionResult, got {type(result).__name__}")
         if result.lse is None:
             raise AttentionInputError(
                 f"results[{index}].lse must be a tensor, got None; run the part with return_lse=True (needs_lse)"
             )
         outputs.append(result.output)
         lses.append(result.lse)
+    if not outputs:
+        raise AttentionInputError("results must hold at least one AttentionResult, got none")
     first = outputs[0]
     for index, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
         if output.shape != first.shape or output.dtype != first.dtype or output.device != first.device:

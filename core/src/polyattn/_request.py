@@ -50,6 +50,10 @@ FEATURES = (
 )
 
 
+_MOST_FLOAT32 = 3.4028234663852886e38
+_WIDEST = 2**31 - 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Reason:
     """One machine-readable reason for a refusal.
@@ -127,21 +131,29 @@ class AttentionRequest:
             value = getattr(self, name)
             least = 0 if name == "batch" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                problems.append(f"{name} must be an int >= {least}, got {value!r}")
+                problems.append(f"{name} must be an int >= {least}, got {shown(value)}")
+            elif name.endswith("dim") and value > _WIDEST:
+                problems.append(f"{name} must be at most {_WIDEST}, got {shown(value)}")
         if not problems and self.heads % self.kv_heads:
             problems.append(
                 f"heads must be a multiple of kv_heads, got heads={self.heads} and kv_heads={self.kv_heads}"
             )
+        problems += self._wrong_types()
+        for name in ("scale", "dropout_p", "softcap"):
+            value = getattr(self, name)
+            if isinstance(value, int) and is_number(value):
+                object.__setattr__(self, name, float(value))
         if self.scale is None:
             if not problems:
                 object.__setattr__(self, "scale", self.head_dim**-0.5)
-        elif not is_number(self.scale):
-            problems.append(f"scale must be a finite number or None, got {shown(self.scale)}")
+        elif not self._is_finite(self.scale):
+            problems.append(f"scale must be a finite number or None, got {shown(self.scale)}{self._limit(self.scale)}")
         if not is_number(self.dropout_p) or not 0.0 <= self.dropout_p < 1.0:
-            problems.append(f"dropout_p must lie in [0, 1), got {self.dropout_p!r}")
-        if self.softcap is not None and not (is_number(self.softcap) and self.softcap > 0):
+            problems.append(f"dropout_p must lie in [0, 1), got {shown(self.dropout_p)}")
+        if self.softcap is not None and not (self._is_finite(self.softcap) and self.softcap > 0):
             problems.append(
-                f"softcap must be a positive finite number or None, got {shown(self.softcap)}; None turns it off"
+                "softcap must be a positive finite number or None, got "
+                f"{shown(self.softcap)}{self._limit(self.softcap)}; None turns it off"
             )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -153,6 +165,32 @@ class AttentionRequest:
             problems.append("needs_bias_grad must come with has_bias=True, got has_bias=False")
         if problems:
             raise AttentionInputError("; ".join(problems))
+
+    def _wrong_types(self) -> list[str]:
+        import torch
+
+        wrong: list[str] = []
+        if not isinstance(self.dtype, torch.dtype):
+            wrong.append(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        if not isinstance(self.device, torch.device):
+            wrong.append(f"device must be a torch.device, got {self.device!r}; make one with torch.device(...)")
+        return wrong
+
+    def _is_finite(self, value: object) -> bool:
+        """Whether a number is one also in the dtype in which scores are computed."""
+        return is_number(value) and (self._in_float64 or abs(value) <= _MOST_FLOAT32)  # type: ignore[arg-type]
+
+    def _limit(self, value: object) -> str:
+        """What a finite number that is refused exceeds."""
+        if self._is_finite(value) or not is_number(value):
+            return ""
+        return f", which is none in FP32, in which scores are computed (at most {_MOST_FLOAT32:.4g})"
+
+    @property
+    def _in_float64(self) -> bool:
+        import torch
+
+        return self.dtype is torch.float64
 
     @property
     def dropout(self) -> float:

@@ -62,6 +62,12 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise AttentionInputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.is_nested or x.layout is not torch.strided:
+            got = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+            raise AttentionInputError(
+                f"{name} must be an ordinary dense tensor, got {got}; call .to_dense() on a sparse tensor, and pack or "
+                "pad sequences of different lengths (MaskLayout.packed, padded)"
+            )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise AttentionInputError(f"q, k and v must be [B, Hq, Q, D], [B, Hkv, K, D] and [B, Hkv, K, Dv], got {shapes}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from polyattn._errors import LayoutError
 from polyattn._layout import picture
 from polyattn._layout.blocks import covered_keys, key_ranges
-from polyattn._layout.checks import check_flag
+from polyattn._layout.checks import check_flag, check_int
 from polyattn._layout.fit import fit
 from polyattn._layout.lowering import Host, Known, Lowered, check_segment_prefixes, lower, read_host
 from polyattn._layout.structured import MaskMod, StructuredMask, pick
@@ -100,7 +100,15 @@ class LayoutBase:
         return blocks[0].contiguous() if len(blocks) == 1 else torch.cat(blocks, 2)
 
     def dense_rows(self, start: int, stop: int, device: Device | None = None) -> Tensor:
-        """Rows ``start .. stop - 1`` of :meth:`to_dense`, ``Bool[B|1, H|1, stop - start, K]``, possibly expanded."""
+        """Rows ``start .. stop - 1`` of :meth:`to_dense`, ``Bool[B|1, H|1, stop - start, K]``, possibly expanded.
+
+        Raises:
+            LayoutError: ``0 <= start <= stop <= q_len`` does not hold, or see :meth:`to_dense`.
+        """
+        check_int("start", start)
+        check_int("stop", stop, most=self.q_len)
+        if start > stop:
+            raise LayoutError(f"start must be at most stop, got {start} and {stop}")
         layout = self if device is None else self.to(device)
         target = layout.device if device is None else torch.device(device)
         sizes = (layout.batch, layout.heads, layout.q_len, layout.kv_len)

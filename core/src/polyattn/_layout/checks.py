@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
+from polyattn._numbers import shown
 
 #: What a selection is made with: a slice with ints for start, stop and a positive step, or an integer tensor ``[N]``.
 Index = slice | Tensor
 INTEGERS = (torch.int32, torch.int64)
-#: Of lengths, offsets and sizes: what fits an int64 with room for sums.
-LARGEST = 2**62
+#: Of lengths, offsets and sizes: what fits an int64 with room for sums, and for the bytes of a tensor.
+LARGEST = 2**56
 
 
 def check_int(name: str, value: object, least: int = 0, *, most: int | None = LARGEST) -> None:
@@ -22,9 +23,9 @@ def check_int(name: str, value: object, least: int = 0, *, most: int | None = LA
     if isinstance(value, torch.SymInt):
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise LayoutError(f"{name} must be an int >= {least}, got {value!r}")
+        raise LayoutError(f"{name} must be an int >= {least}, got {shown(value)}")
     if most is not None and value > most:
-        raise LayoutError(f"{name} must be at most {most}, got {value}")
+        raise LayoutError(f"{name} must be at most {most}, got {shown(value)}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -120,11 +121,18 @@ def read(name: str, value: Tensor, *, validate: bool) -> Copied:
 
 
 def ints(name: str, values: object) -> list[int]:
-    """A sequence of ints as a list; anything that counts as an int but a bool is one."""
+    """A sequence of ints as a list; anything that counts as an int but a bool is one.
+
+    Raises:
+        LayoutError: something in it is no int, or an int that does not fit int64.
+    """
     items: list[Any] = list(values) if isinstance(values, Iterable) else [None]
     numbers = [x.__index__() for x in items if hasattr(x, "__index__") and not isinstance(x, bool)]
     if len(numbers) != len(items):
         raise LayoutError(f"{name} must be ints or an integer tensor, got {values!r}")
+    for number in numbers:
+        if not -(2**63) <= number < 2**63:
+            raise LayoutError(f"{name} must be ints that fit int64, got {shown(number)}")
     return numbers
 
 
@@ -141,7 +149,10 @@ def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool
         LayoutError: the index has a wrong type or rank, or leaves ``0 .. size - 1``.
     """
     if isinstance(index, slice):
-        chosen = range(*index.indices(size))
+        try:
+            chosen = range(*index.indices(size))
+        except (TypeError, ValueError) as error:
+            raise LayoutError(f"index must be a slice of ints whose step is not 0, got {index}: {error}") from error
         if chosen.step > 0:
             part = slice(chosen.start, max(chosen.start, chosen.stop), chosen.step)
             return part, part, len(chosen)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError, PolyattnError
+from polyattn._layout.checks import check_int
 from polyattn._layout.structured import StructuredMask
+from polyattn._numbers import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,11 +58,13 @@ def cells(layout: LayoutBase, batch: int, head: int, size: int) -> Tensor:
     """The share of visible pairs in each cell of a picture of at most ``size`` by ``size``, FP32 on the CPU.
 
     Raises:
-        LayoutError: there is no such batch row or head.
+        LayoutError: there is no such batch row or head, or a number is no int.
     """
+    check_int("size", size, 1)
     for name, index, count in (("batch", batch, layout.batch), ("head", head, layout.heads)):
-        if not 0 <= index < count:
-            raise LayoutError(f"{name} must lie in 0 .. {count - 1}, got {index}")
+        check_int(name, index, most=None)
+        if index >= count:
+            raise LayoutError(f"{name} must lie in 0 .. {count - 1}, got {shown(index)}")
     bounds = _bounds(layout.q_len, size)
     parts = [torch.zeros(0, len(_bounds(layout.kv_len, size)), device="cpu")]
     for start, stop in bounds:

@@ -22,7 +22,8 @@ def from_lengths(lengths: Ints, kv_len: int | None, *, validate: bool) -> Copied
     if values is not None:
         if (values < 0).any():
             raise LayoutError(f"lengths must be >= 0, got {int(values.min())}")
-        kv_len = _common_total("lengths", "add up to", values.sum(1), kv_len)
+        # Sums of ints, which overflow nowhere.
+        kv_len = _common_total("lengths", "add up to", [sum(row) for row in values.tolist()], kv_len)
     return _segments("lengths", table.map(lambda lengths: lengths.cumsum(1)), kv_len)
 
 
@@ -38,7 +39,7 @@ def from_cu_seqlens(cu_seqlens: Ints, kv_len: int | None, *, validate: bool) -> 
             raise LayoutError(f"cu_seqlens must start at 0, got {values[:, 0].tolist()}")
         if (values.diff(dim=1) < 0).any():
             raise LayoutError(f"cu_seqlens must never decrease, got {values.tolist()}; lengths go into lengths=")
-        kv_len = _common_total("cu_seqlens", "end at", values[:, -1], kv_len)
+        kv_len = _common_total("cu_seqlens", "end at", values[:, -1].tolist(), kv_len)
     return _segments("cu_seqlens", table.map(lambda offsets: offsets[:, 1:]), kv_len)
 
 
@@ -126,8 +127,8 @@ def as_rows(name: str, value: object, fill: Callable[[list[int]], int] | None = 
     return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), width)
 
 
-def _common_total(name: str, verb: str, totals: Tensor, kv_len: int | None) -> int:
-    found = totals.tolist()
+def _common_total(name: str, verb: str, found: list[int], kv_len: int | None) -> int:
+    check_int(f"what {name} {verb}", max(found, default=0))
     if kv_len is None:
         if len(set(found)) != 1:
             raise LayoutError(
