@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -134,6 +136,23 @@ def test_sglang_reads_the_wrong_row_at_the_boundary_of_longrope_and_we_do_not():
     long = case["sg.cos_long"][case.table_positions("_long")[0].tolist().index(4096)]
     assert_same(at[0], long, 1.3)
     assert (case["sg.cos_boundary"][1] - long).abs().max() > 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ratio"),
+    [
+        ("dynamic_f4_o8192_d128_b10000", "tf.inv_freq_at_init", "13 times"),
+        ("dynamic_f2_o4096_d64_b10000", "tf.inv_freq_at_init", "3 times"),
+        ("dynamic_alpha1000_d128_b10000", "tf.inv_freq_after_exceeding_max", "1000 times"),
+        ("longrope_d128_o4096_m131072_mscale", "sg.inv_freq_short", "22 times"),
+        ("mrope_yarn_f4_16_24_24_d128", "vl.inv_freq", "2.2 times"),
+    ],
+)
+def test_peers_that_disagree_do_so_by_what_the_document_says(name, theirs, ratio):
+    case = Case(name)
+    apart = case[theirs] / case.inv_freq("_long" if name.startswith("longrope") else "")
+    assert apart.max() == pytest.approx(float(ratio.split()[0]), rel=0.02)
+    assert ratio in (Path(__file__).parents[2] / "docs" / "rope-conventions.md").read_text(encoding="utf-8")
 
 
 def test_an_integer_factor_is_a_number_like_any_other():

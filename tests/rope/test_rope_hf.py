@@ -448,6 +448,26 @@ def test_one_rope_for_all_layers_serves_each_layer_type_of_the_config():
     assert RopeSpec.from_hf(config, layer_type="sliding_attention") == RopeSpec.from_hf(PLAIN)
 
 
+def test_null_betas_are_their_defaults_and_a_null_factor_is_refused():
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    assert RopeSpec.from_hf(v4({**yarn, "beta_fast": None, "beta_slow": None})) == RopeSpec.from_hf(v4(yarn))
+    with pytest.raises(RopeConfigError, match="'factor' is missing"):
+        RopeSpec.from_hf(v4({**yarn, "factor": None}))
+
+
+@pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor"])
+def test_llama3_has_no_defaults(name):
+    rope = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 32, name: None}
+    with pytest.raises(RopeConfigError, match=f"'{name}' is missing"):
+        RopeSpec.from_hf(v4(rope))
+
+
+def test_deepseek_yarn_is_no_type_of_a_dictionary():
+    with pytest.raises(RopeConfigError, match=r"rope_type must be one of .*, got 'deepseek_yarn'"):
+        RopeSpec.from_hf(v4({"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32}))
+
+
 def test_a_null_type_is_plain_rope():
     assert RopeSpec.from_hf(v4({"type": None, "rope_type": None})) == RopeSpec.from_hf(PLAIN)
 

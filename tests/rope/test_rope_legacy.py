@@ -17,7 +17,9 @@ from polyattn import RopeSpec, RotaryEmbedding, RotaryTables
 from polyattn._rope import rotate_heads
 from rope_golden import DATA, SAME_BITS
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "rope-conventions.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "rope-conventions.md").read_text(encoding="utf-8")
+CHANGES = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 AT = torch.tensor([32768, 65535])
 BASES = (10000, 1000000)
 
@@ -112,6 +114,7 @@ def test_a_legacy_effect_is_as_large_as_the_document_says(effect, base):
     cos, q = map(at_each_position, EFFECTS[effect](base))
     cells = " | ".join(f"{a:.2g} / {b:.2g}" for a, b in zip(cos, q, strict=True))
     assert f"| {effect} | {base} | {cells} |" in DOCUMENT
+    assert base != BASES[0] or cells.replace(" | ", " and ") in CHANGES
 
 
 @pytest.mark.parametrize("base", BASES)
