@@ -275,6 +275,8 @@ def test_the_spec_round_trips_and_requires_every_field():
     [
         ({"hidden_size": 30, "rope": None}, "hidden_size must be a multiple of num_heads .* got hidden_size=30"),
         ({"num_kv_heads": 3}, "num_heads=4 and num_kv_heads=3"),
+        ({"num_heads": "4"}, "num_heads must be an int from 1 to 2147483647, got '4'"),
+        ({"hidden_size": None, "num_heads": 0}, "hidden_size must be an int .* got None; num_heads must be an int"),
         ({"rope": rope(16)}, "rope.head_dim must equal head_dim, got rope.head_dim=16 and head_dim=8"),
         ({"window": 0}, "window must be an int >= 1 or None, got 0"),
         ({"dropout": 1.5}, r"dropout must be a number in \[0, 1\), got 1.5"),

@@ -182,6 +182,15 @@ def test_the_keys_of_a_canonical_rope_are_refused_too_even_where_a_layer_does_no
         ("llama4", {}, 3, "attn_temperature_tuning must be false, got true"),
         ("llama4", {"no_rope_layers": [1]}, 1, "no_rope_layers must say whether layer 1 rotates"),
         ("llama4", {"use_qk_norm": ...}, 0, "'use_qk_norm' is missing"),
+        ("llama", {"num_attention_heads": "4"}, 0, "num_attention_heads must be an int >= 1, got '4'"),
+        ("llama", {"hidden_size": 32.0}, 0, "hidden_size must be an int >= 1, got 32.0"),
+        ("llama", {"attention_bias": "no"}, 0, "attention_bias must be true or false, got 'no'"),
+        ("gemma3_sliding", {"sliding_window_pattern": 0}, 0, "sliding_window_pattern must be an int >= 1, got 0"),
+        ("gemma3_sliding", {"query_pre_attn_scalar": -4}, 0, "query_pre_attn_scalar must be a positive number, got -4"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": "x"}, 0, "max_window_layers must be an int >= 0"),
+        ("qwen3", {"layer_types": "full_attention"}, 0, "layer_types must be a list of the types of all layers"),
+        ("llama4", {"no_rope_layers": None, "no_rope_layer_interval": 0}, 0, "no_rope_layer_interval must be an int"),
+        ("llama4", {"no_rope_layers": 3}, 0, "no_rope_layers must be a list of 0 and 1, got 3"),
     ],
 )
 def test_what_a_configuration_leaves_unsaid_is_an_error_that_names_the_key(name, changes, layer, text):

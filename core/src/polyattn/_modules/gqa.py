@@ -21,7 +21,7 @@ from polyattn._modules.norm import RMSNorm
 from polyattn._modules.projections import keys_and_values, load_either_form
 from polyattn._modules.reading import read_scope
 from polyattn._modules.sinks import HeadSinks
-from polyattn._modules.spec import AttentionSpec, QKNorm
+from polyattn._modules.spec import AttentionSpec, QKNorm, problem_of
 from polyattn._rope import RopeSpec, RotaryEmbedding, apply_rotary, rotate_heads
 from polyattn._scope import AttentionScope
 from polyattn._select import AUTO, resolve_backend
@@ -84,7 +84,11 @@ class GroupedQueryAttention(nn.Module):
     ) -> None:
         super().__init__()
         if head_dim is None:
-            if num_heads < 1 or hidden_size % num_heads:
+            counts = {"hidden_size": hidden_size, "num_heads": num_heads}
+            wrong = [f"{name} {problem}" for name, count in counts.items() if (problem := problem_of(name, count))]
+            if wrong:
+                raise ConfigError("; ".join(wrong))
+            if hidden_size % num_heads:
                 raise ConfigError(
                     f"hidden_size must be a multiple of num_heads when head_dim is not given, "
                     f"got hidden_size={hidden_size} and num_heads={num_heads}; give head_dim"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyattn._errors import ConfigError
 from polyattn._modules.spec import AttentionSpec, QKNorm
+from polyattn._numbers import is_number, shown
 from polyattn._rope import RopeSpec
 from polyattn._rope.hf import refuse_canonical_keys
 
@@ -74,19 +75,21 @@ def read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
     family = _family(data)
     if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
         raise ConfigError(f"layer must be the index of a layer, an int >= 0, got {layer!r}")
-    heads = _required(data, "num_attention_heads")
-    hidden = _required(data, "hidden_size")
+    heads = _int(data, "num_attention_heads")
+    hidden = _int(data, "hidden_size")
     head_dim = data.get("head_dim")
     if head_dim is None:
         if not family.head_dim:
             _fault(data, "'head_dim' is missing, and the default of this class is not hidden_size / heads")
-        if not heads or hidden % heads:
+        if hidden % heads:
             _fault(data, f"'head_dim' is missing and hidden_size / num_attention_heads is {hidden} / {heads}")
         head_dim = hidden // heads
     if "num_key_value_heads" not in data and not family.kv_heads:
         _fault(data, "'num_key_value_heads' is missing, and the default of this class is not num_attention_heads")
     kv_heads = data.get("num_key_value_heads")
-    bias = bool(data.get("attention_bias") or False) if family.biases else False
+    bias = data.get("attention_bias") if family.biases else False
+    if not (bias is None or isinstance(bias, bool)):
+        _fault(data, f"attention_bias must be true or false, got {bias!r}")
     scale, rotates = _specialities(data, layer)
     kind = _layer_type(data, layer, family)
     return AttentionSpec(
@@ -99,8 +102,8 @@ def read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
         qk_norm=_norm(data, family, rotates=rotates),
         window=_window(data, kind, family),
         dropout=data.get("attention_dropout") or 0.0,
-        bias=bias,
-        output_bias=bias,
+        bias=bool(bias),
+        output_bias=bool(bias),
         softcap=None,
         sinks=False,
         scale=scale,
@@ -212,13 +215,17 @@ def _specialities(data: Mapping[str, Any], layer: int) -> tuple[float | None, bo
     scale, rotates = None, True
     if data["model_type"] == "gemma3_text":
         scalar = _required(data, "query_pre_attn_scalar")
+        if not is_number(scalar) or scalar <= 0:
+            _fault(data, f"query_pre_attn_scalar must be a positive number, got {shown(scalar)}")
         scale = None if scalar == data.get("head_dim") else float(scalar) ** -0.5
         for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
             if data.get(name):
                 _fault(data, f"{name} must be off, got {data[name]!r}: what it means differs between readers")
     elif data["model_type"] == "llama4_text":
         flags = data.get("no_rope_layers") or []
-        interval = data.get("no_rope_layer_interval")
+        if not isinstance(flags, (list, tuple)):
+            _fault(data, f"no_rope_layers must be a list of 0 and 1, got {flags!r}")
+        interval = None if data.get("no_rope_layer_interval") is None else _int(data, "no_rope_layer_interval")
         if layer < len(flags):
             rotates = bool(flags[layer])
         elif flags or interval is None:
@@ -237,13 +244,15 @@ def _specialities(data: Mapping[str, Any], layer: int) -> tuple[float | None, bo
 def _layer_type(data: Mapping[str, Any], layer: int, family: _Family) -> str:
     types = data.get("layer_types")
     if types is not None:
+        if not isinstance(types, (list, tuple)):
+            _fault(data, f"layer_types must be a list of the types of all layers, got {types!r}")
         if layer >= len(types):
             _fault(data, f"layer must be one of the {len(types)} of layer_types, got {layer}")
         kind = str(types[layer])
     elif data["model_type"] == "gemma3_text":
-        kind = "sliding_attention" if (layer + 1) % _required(data, "sliding_window_pattern") else "full_attention"
+        kind = "sliding_attention" if (layer + 1) % _int(data, "sliding_window_pattern") else "full_attention"
     elif data["model_type"] == "qwen3" and data.get("use_sliding_window"):
-        kind = "sliding_attention" if layer >= _required(data, "max_window_layers") else "full_attention"
+        kind = "sliding_attention" if layer >= _int(data, "max_window_layers", least=0) else "full_attention"
     elif data["model_type"] == "llama4_text":
         kind = "full_attention" if data.get("attention_chunk_size", ...) is None else "chunked_attention"
     else:
@@ -284,6 +293,13 @@ def _required(data: Mapping[str, Any], name: str) -> Any:
     if data.get(name) is None:
         _fault(data, f"'{name}' is missing")
     return data[name]
+
+
+def _int(data: Mapping[str, Any], name: str, *, least: int = 1) -> int:
+    value = _required(data, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        _fault(data, f"{name} must be an int >= {least}, got {shown(value)}")
+    return value
 
 
 def _some(names: Iterable[str]) -> str:
