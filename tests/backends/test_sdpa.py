@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import random
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ blocks = st.integers(1, 40).flatmap(
     lambda rows: st.tuples(
         st.just(rows),
         st.integers(1, 40),
+        st.integers(0, 20),
         st.integers(-10, 50),
         st.booleans(),
         st.none() | st.integers(1, 60),
@@ -97,9 +99,9 @@ blocks = st.integers(1, 40).flatmap(
 @settings(max_examples=300, deadline=None)
 @given(blocks)
 def test_tiles_paint_exactly_the_mask_of_their_block(block):
-    rows, keys, shift, causal, window = block
-    painted = torch.zeros(rows, keys, dtype=torch.int64)
-    tiles = list(tiles_of([[0, 0, rows, 0, keys, shift, int(causal)]], window, band=4))
+    rows, keys, first_key, shift, causal, window = block
+    painted = torch.zeros(rows, first_key + keys, dtype=torch.int64)
+    tiles = list(tiles_of([[0, 0, rows, first_key, first_key + keys, shift, int(causal)]], window, band=4))
     for tile in tiles:
         part = painted[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop]
         if tile.offset is not None:
@@ -112,9 +114,55 @@ def test_tiles_paint_exactly_the_mask_of_their_block(block):
     visible = (distance >= 0) | (not causal)
     if window is not None:
         visible &= distance.abs() < window
-    assert torch.equal(painted, visible.long())
+    assert torch.equal(painted[:, first_key:], visible.long())
+    assert not painted[:, :first_key].any()
     for first, second in itertools.pairwise(tiles):
         assert first.q_stop <= second.q_start
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_of_long_documents_equal_eager_in_values_and_gradients(seed):
+    # Long enough for several bands, at lengths and offsets that are multiples of nothing.
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    length = draw.randrange(2, 600)
+    ends = sorted({*draw.choices(range(1, length), k=draw.choice((0, 2))), length})
+    documents = [stop - start for start, stop in itertools.pairwise([0, *ends])]
+    layout = MaskLayout.packed(
+        documents, causal=draw.random() < 0.6, window=draw.choice((None, draw.randrange(1, 400)))
+    )
+    start = draw.randrange(length)
+    layout = layout.select_queries(slice(start, draw.randrange(start, length) + 1))
+    start = draw.randrange(length)
+    layout = layout.select_keys(slice(start, draw.randrange(start, length) + 1))
+    shapes = ((2, layout.q_len, 3), (1, layout.kv_len, 3), (1, layout.kv_len, 2), (2, layout.q_len, 2))
+    q, k, v, grad = (torch.randn(1, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    results = []
+    for backend in ("eager", "sdpa"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        result = polyattn.attention(*leaves, layout, backend=backend, return_lse=True)
+        loss = (result.output * grad).sum() + result.lse[result.lse.isfinite()].square().sum()
+        results.append([result.output, result.lse, *torch.autograd.grad(loss, leaves)])
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want.isneginf(), got.isneginf())
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+
+
+def test_wide_grouped_heads_have_the_numbers_of_repeated_ones_without_quadratic_memory():
+    for width, v_width in ((512, 512), (512, 16), (16, 320)):
+        q, k, v = tensors(9, 9, width=width, v_width=v_width, dtype=torch.float64)
+        prepared = prepare(MaskLayout.causal(9), q, k, v)
+        repeated = polyattn.attention(
+            q, *(x.repeat_interleave(2, 1) for x in (k, v)), MaskLayout.causal(9), backend=SDPA
+        )
+        torch.testing.assert_close(prepared(q, k, v).output, repeated.output)
+        assert "quadratic" not in SDPA.describe(prepared)
+
+
+def test_a_mask_that_the_kernel_gets_adds_nothing_or_minus_infinity():
+    dense = MaskLayout.dense(torch.rand(6, 6, generator=torch.Generator().manual_seed(0)) < 0.5)
+    mask = prepare(dense, *tensors()).state.mask
+    assert mask.dtype is torch.float32
+    assert ((mask == 0) | mask.isneginf()).all()
 
 
 def test_a_windows_tiles_never_grow_with_the_length():

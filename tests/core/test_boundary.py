@@ -68,6 +68,12 @@ def test_features_cannot_be_slipped_in_or_left_out(backend):
         prepared_for(backend, has_sinks=True)(*tensors())
 
 
+def test_what_prepare_decides_is_no_argument_of_the_call(backend):
+    for name in ("softcap", "scale", "dropout_p", "window"):
+        with pytest.raises(TypeError, match=name):
+            prepared_for(backend)(*tensors(), **{name: 0.5})
+
+
 def test_gradients_that_were_not_prepared_for_are_refused(backend):
     prepared = prepared_for(backend)
     with pytest.raises(AttentionInputError, match="requires grad but the request was made with needs_grad=False"):
