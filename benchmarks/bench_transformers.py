@@ -17,12 +17,11 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import click
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 
 import polyattn_transformers
 
@@ -120,51 +119,63 @@ def smollm2_pairs(pairs, length):
 @click.option("--length", default=8192, show_default=True, help="Tokens of window and packed.")
 @click.option("--rounds", default=1, show_default=True, help="Measurements of window and packed per implementation.")
 @click.option("--pairs", default=15, show_default=True, help="Pairs of smollm2.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file.")
 @click.option("--child", hidden=True)
-def main(scenarios, length, rounds, pairs, child):
+def main(scenarios, length, rounds, pairs, path, child):
     """Time transformers models on polyattn beside transformers' own sdpa."""
     polyattn_transformers.register()
     if child:
         measure(scenarios[0], child, length)
         return
-    console = Console()
-    memory = (f"{OWN} (MiB)", f"{OURS} (MiB)", "share")
-    table = Table("scenario", f"{OWN} (s)", f"{OURS} (s)", "speed-up", "in CPU time", *memory, "bars")
+    report = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "threads": torch.get_num_threads(),
+    }
     for scenario in scenarios or ("window", "packed", "smollm2"):
         if scenario == "smollm2":
-            times = smollm2_pairs(pairs, 512)
-            wall, cpu = (
-                statistics.median(b[kind] / a[kind] for a, b in zip(times[OWN], times[OURS], strict=True))
-                for kind in (0, 1)
-            )
-            own, ours = (statistics.median(seconds for seconds, _ in times[name]) for name in (OWN, OURS))
-            row = (f"{own:.2f}", f"{ours:.2f}", f"{1 / wall:.3f}", f"{1 / cpu:.3f}", "", "", "", "time at most 1.05")
-            table.add_row("SmolLM2's shape, causal, 512 tokens", *row)
-            continue
-        found = compare(scenario, length, rounds)
-        seconds, cpu = (
-            {name: statistics.median(one[kind] for one in results) for name, results in found.items()}
-            for kind in ("seconds", "cpu")
+            report["causal, 512 tokens, SmolLM2's shape"] = figures = beside(smollm2_pairs(pairs, 512))
+            figures["bar"] = "time at most 1.05"
+        else:
+            report[f"{scenario}, {length} tokens"] = figures = apart(compare(scenario, length, rounds))
+            figures["bar"] = "at least {} times faster, memory at most {}".format(*BARS[scenario])
+        name = list(report)[-1]
+        shown = (
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in figures.items()
         )
-        peak = {name: min(one["peak"] for one in results) for name, results in found.items()}
-        losses = {one["loss"] for results in found.values() for one in results}
-        assert max(losses) - min(losses) <= 1e-4 * max(losses), losses
-        faster, share = BARS[scenario]
-        table.add_row(
-            f"{scenario}, {length} tokens",
-            f"{seconds[OWN]:.1f}",
-            f"{seconds[OURS]:.1f}",
-            f"{seconds[OWN] / seconds[OURS]:.2f}",
-            f"{cpu[OWN] / cpu[OURS]:.2f}",
-            f"{peak[OWN]:.0f}",
-            f"{peak[OURS]:.0f}",
-            f"{peak[OURS] / peak[OWN]:.2f}",
-            f"at least {faster} times, at most {share}",
-        )
-    console.print(
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads"
+        click.echo(f"{name}: " + ", ".join(shown))
+    if path is not None:
+        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def beside(times):
+    """Medians over pairs measured in one process."""
+    wall, cpu = (
+        statistics.median(b[kind] / a[kind] for a, b in zip(times[OWN], times[OURS], strict=True)) for kind in (0, 1)
     )
-    console.print(table)
+    own, ours = (statistics.median(seconds for seconds, _ in times[name]) for name in (OWN, OURS))
+    return {f"{OWN} s": own, f"{OURS} s": ours, "time": wall, "CPU time": cpu}
+
+
+def apart(found):
+    """Medians over processes of their own; the losses must agree."""
+    seconds, cpu = (
+        {name: statistics.median(one[kind] for one in results) for name, results in found.items()}
+        for kind in ("seconds", "cpu")
+    )
+    peak = {name: min(one["peak"] for one in results) for name, results in found.items()}
+    losses = {one["loss"] for results in found.values() for one in results}
+    if max(losses) - min(losses) > 1e-4 * max(losses):
+        raise click.ClickException(f"both implementations must compute the same, losses are {sorted(losses)}")
+    return {
+        f"{OWN} s": seconds[OWN],
+        f"{OURS} s": seconds[OURS],
+        "times faster": seconds[OWN] / seconds[OURS],
+        "times faster, CPU time": cpu[OWN] / cpu[OURS],
+        f"{OWN} MiB": peak[OWN],
+        f"{OURS} MiB": peak[OURS],
+        "memory": peak[OURS] / peak[OWN],
+    }
 
 
 if __name__ == "__main__":
