@@ -174,3 +174,35 @@ def test_what_is_no_tensor_is_named(backend):
         prepared_for(backend)(q, [1.0], v)
     with pytest.raises(AttentionInputError, match=r"q must be a torch.Tensor, got NoneType"):
         polyattn.attention(None, k, v, MaskLayout.causal(5, 7), backend=backend, return_lse=True)
+
+
+def test_a_layout_of_other_lengths_is_blamed_itself(backend):
+    with pytest.raises(LayoutError, match="layout must have q_len=5 and kv_len=7 for these q and k, got q_len=4 and"):
+        polyattn.attention(*tensors(), MaskLayout.causal(4), backend=backend)
+
+
+def test_return_lse_is_a_bool(backend):
+    with pytest.raises(AttentionInputError, match="return_lse must be True or False, got 'yes'"):
+        polyattn.attention(*tensors(), MaskLayout.causal(5, 7), backend=backend, return_lse="yes")
+
+
+def test_a_finite_bias_beyond_float32_blocks_nothing(backend):
+    q, k, v = tensors()
+    bias = torch.zeros(5, 7, dtype=torch.float64)
+    bias[1], bias[2, :3] = torch.finfo(torch.float64).min, -torch.inf
+    layout = MaskLayout.full(5, 7)
+    narrow = torch.where(bias.isinf(), bias, bias.clamp(torch.finfo(torch.float32).min)).float()
+    output, want = (polyattn.attention(q, k, v, layout, backend=backend, bias=x).output for x in (bias, narrow))
+    assert torch.equal(output, want)
+    torch.testing.assert_close(output[:, :, 1], v.mean(2).repeat_interleave(2, 1))
+
+
+@pytest.mark.parametrize("scale", [1e-60, -1e-60, 7e-46, 1e-45, 1e-38])
+def test_a_scale_that_is_none_in_float32_averages(backend, scale):
+    q, k, v = tensors()
+    for layout in (MaskLayout.causal(5, 7), MaskLayout.packed([2, 3]) & MaskLayout.full(5)):
+        length = layout.kv_len
+        output = polyattn.attention(q, k[:, :, :length], v[:, :, :length], layout, backend=backend, scale=scale).output
+        seen = layout.to_dense().float()
+        want = (seen / seen.sum(-1, keepdim=True)) @ v[:, :, :length].repeat_interleave(2, 1)
+        torch.testing.assert_close(output, want)

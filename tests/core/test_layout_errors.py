@@ -305,3 +305,14 @@ def test_a_picture_without_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PolyattnError, match=r"plot\(\) needs matplotlib.*polyattn\[viz\]"):
         MaskLayout.causal(2).plot()
+
+
+@pytest.mark.parametrize("side", ["left", "junk"])
+def test_a_side_beside_valid_keys_is_refused(side):
+    with pytest.raises(LayoutError, match=f"side must go with lengths, got side='{side}' with kv_valid"):
+        MaskLayout.padded(torch.ones(1, 4, dtype=torch.bool), side=side)
+
+
+def test_a_drop_mask_is_asked_for_in_its_own_sense():
+    with pytest.raises(LayoutError, match=r"with True = may not attend, got torch.float32"):
+        MaskLayout.from_drop_mask(torch.zeros(4, 4))

@@ -8,10 +8,12 @@ import torch
 
 import polyattn
 from polyattn import (
+    AttentionInputError,
     AttentionRequest,
     AttentionResult,
     BackendBase,
     ConfigError,
+    LayoutError,
     MaskLayout,
     Reason,
     UnsupportedAttentionError,
@@ -185,3 +187,10 @@ def test_a_device_is_refused_before_dtypes_are_looked_at():
     q = torch.zeros(1, 2, 4, 8)
     with pytest.raises(UnsupportedAttentionError, match="device: got cpu, need a GPU"):
         polyattn.attention(q, q.bfloat16(), q, MaskLayout.full(4), backend=Elsewhere())
+
+
+def test_explain_takes_a_layout_and_a_request():
+    with pytest.raises(AttentionInputError, match="request must be an AttentionRequest, got NoneType"):
+        polyattn.explain(MaskLayout.causal(4), None)
+    with pytest.raises(LayoutError, match="layout must be a MaskLayout, got NoneType"):
+        polyattn.explain(None, None)

@@ -121,7 +121,8 @@ class PreparedAttention:
             q: ``[B, Hq, Q, D]``, any strides.
             k: ``[B, Hkv, K, D]``.
             v: ``[B, Hkv, K, Dv]``.
-            bias: floating, broadcastable to ``[B, Hq, Q, K]``, added to the scaled and capped scores.
+            bias: floating, broadcastable to ``[B, Hq, Q, K]``, added to the scaled and capped scores; ``-inf`` blocks a
+                key. FP64 beside narrower tensors is cast to FP32, finite values staying finite.
             sinks: floating ``[Hq]``, one extra logit per head that takes part in the softmax and carries no value.
 
         Raises:
@@ -151,6 +152,8 @@ class PreparedAttention:
         if not (self._plain and bias is None and sinks is None):
             _boundary.check_bias(bias, self.layout, request)
             _boundary.check_sinks(sinks, request)
+            if bias is not None:
+                bias = _boundary.narrowed_bias(bias, dtype)
         if not request.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad or not self._plain):
             _boundary.check_gradients(q, k, v, bias, sinks)
         if not request.deterministic and torch.are_deterministic_algorithms_enabled():

@@ -133,6 +133,17 @@ def check_bias(bias: Tensor | None, layout: MaskLayout, request: AttentionReques
         )
 
 
+def narrowed_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """``bias`` in a dtype that scores of q, k and v in ``dtype`` have: FP64 becomes FP32 unless they are FP64 too.
+
+    A finite bias stays finite, since only ``-inf`` blocks a key.
+    """
+    if bias.dtype is not torch.float64 or dtype is torch.float64:
+        return bias
+    limit = torch.finfo(torch.float32).max
+    return torch.where(bias.isinf(), bias, bias.clamp(-limit, limit)).float()
+
+
 def check_sinks(sinks: Tensor | None, request: AttentionRequest) -> None:
     """Refuse sink logits that were not prepared for, or whose type, shape or device is wrong."""
     if (sinks is not None) is not request.has_sinks:

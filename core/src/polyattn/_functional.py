@@ -6,7 +6,7 @@ from torch import Tensor
 
 from polyattn._backend import AttentionBackend, AttentionResult, prepare
 from polyattn._boundary import check_layout_type
-from polyattn._errors import AttentionInputError, UnsupportedAttentionError
+from polyattn._errors import AttentionInputError, LayoutError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
 from polyattn._request import AttentionRequest, Reason
 from polyattn._select import resolve_backend
@@ -54,6 +54,8 @@ def attention(
         UnsupportedAttentionError: the named backend (or, under ``auto``, every backend) refuses; carries all reasons.
     """
     check_layout_type(layout)
+    if not isinstance(return_lse, bool):
+        raise AttentionInputError(f"return_lse must be True or False, got {return_lse!r}")
     chosen = resolve_backend(backend)
     try:
         request = AttentionRequest.of(
@@ -75,6 +77,11 @@ def attention(
         if reasons:
             raise UnsupportedAttentionError(chosen.name, reasons) from error
         raise
+    if (layout.q_len, layout.kv_len) != (q.shape[2], k.shape[2]):
+        raise LayoutError(
+            f"layout must have q_len={q.shape[2]} and kv_len={k.shape[2]} for these q and k, "
+            f"got q_len={layout.q_len} and kv_len={layout.kv_len}"
+        )
     return prepare(chosen, layout, request)(q, k, v, bias=bias, sinks=sinks)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyattn import _hooks
+from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError, ConfigError, LayoutError, PolyattnError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
 from polyattn._loading import brief
@@ -70,7 +71,13 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
 
     Raises:
         ConfigError: the site's policy names a backend that cannot do the request.
+        LayoutError, AttentionInputError: ``layout`` or ``request`` is something else.
     """
+    check_layout_type(layout)
+    if not isinstance(request, AttentionRequest):
+        raise AttentionInputError(
+            f"request must be an AttentionRequest, got {type(request).__name__}; AttentionRequest.of(q, k, v) makes one"
+        )
     candidates = {name: _reasons(name, layout, request) for name in backends.names()}
     ranks: dict[str, int] = {}
     for name in [name for name, reasons in candidates.items() if not reasons]:

@@ -40,18 +40,18 @@ def check_window(window: object) -> None:
         check_int("window (how many positions a query sees, its own included; None: all)", window, 1, most=None)
 
 
-def check_bool(name: str, value: object, shape: str, ranks: Sequence[int]) -> None:
-    """Refuse anything but a Bool tensor of one of the ``ranks``; ``shape`` is how the message writes them."""
+def check_bool(name: str, value: object, shape: str, ranks: Sequence[int], true: str = "may attend") -> None:
+    """Refuse anything but a Bool tensor of one of the ``ranks``; messages say ``shape`` and what ``true`` means."""
     _check_tensor(name, value, f"Bool{shape}")
     assert isinstance(value, Tensor)
     if value.dtype.is_floating_point:
         raise LayoutError(
-            f"{name} must be Bool{shape} with True = may attend, got {value.dtype}; additive float masks are given "
+            f"{name} must be Bool{shape} with True = {true}, got {value.dtype}; additive float masks are given "
             "to attention as bias=, where -inf blocks a key"
         )
     if value.dtype is not torch.bool:
         raise LayoutError(
-            f"{name} must be Bool{shape} with True = may attend, got {value.dtype}; "
+            f"{name} must be Bool{shape} with True = {true}, got {value.dtype}; "
             "call .bool() on a mask of ones and zeros"
         )
     _check_rank(name, value, f"Bool{shape}", ranks)

@@ -101,6 +101,8 @@ class MaskLayout(LayoutBase):
         if (kv_valid is None) == (lengths is None):
             given = "neither" if kv_valid is None else "both"
             raise LayoutError(f"padded() must get kv_valid or lengths, got {given}")
+        if lengths is None and side != "right":
+            raise LayoutError(f"side must go with lengths, got side={side!r} with kv_valid, which shows the padding")
         copies: list[Copied] = []
         if lengths is not None:
             copies = [segments.valid_keys(lengths, kv_len, side, validate=validate)]
@@ -213,7 +215,7 @@ class MaskLayout(LayoutBase):
     @classmethod
     def from_drop_mask(cls, mask: Tensor, *, active_queries: Tensor | None = None) -> MaskLayout:
         """:meth:`dense` of the inverse: True = may *not* attend, as ``torch.nn.MultiheadAttention`` writes masks."""
-        check_bool("mask", mask, "[B|1, H|1, Q, K] or [Q, K]", (2, 4))
+        check_bool("mask", mask, "[B|1, H|1, Q, K] or [Q, K]", (2, 4), true="may not attend")
         return cls.dense(~mask, active_queries=active_queries)
 
     @classmethod

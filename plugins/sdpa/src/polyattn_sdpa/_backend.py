@@ -23,6 +23,9 @@ from polyattn import (
 from polyattn_sdpa._ops import fused
 from polyattn_sdpa._tiles import additive
 
+#: A positive factor below it is none in FP32.
+_TINY = torch.finfo(torch.float32).tiny
+
 Path = Literal["plain", "tiles", "dense", "math"]
 
 
@@ -110,8 +113,8 @@ class SdpaBackend(BackendBase):
         request = prepared.request
         scale = request.scale
         assert scale is not None
-        if scale <= 0:  # the kernels scale their -inf too, which would open or poison what it hides
-            q, scale = (q * -1.0, -scale) if scale < 0 else (q * 0.0, 1.0)
+        if scale < _TINY:  # the kernels scale their -inf too, which would open or poison what it hides
+            q, scale = (q * -1.0, -scale) if scale <= -_TINY else (q * scale, 1.0)
         if plan.path == "plain":
             output = scaled_dot_product_attention(
                 q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=request.group > 1
@@ -125,8 +128,6 @@ class SdpaBackend(BackendBase):
         if bias is not None:
             assert mask is not None
             mask = bias + mask
-            if mask.dtype is torch.float64 and q.dtype is not torch.float64:
-                mask = mask.float()  # the kernels take the dtype of q or FP32
             # A bias of -inf may block the rest of a row: open it for the kernel and select 0 afterwards.
             blocked = (mask.detach() == -torch.inf).all(-1, keepdim=True)
             mask = torch.where(blocked, 0.0, mask)
