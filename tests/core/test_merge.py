@@ -139,3 +139,11 @@ def test_parts_that_do_not_belong_together_are_refused():
         merge([part, AttentionResult(torch.zeros(1, 1, 4, 3), torch.zeros(1, 1, 4))])
     with pytest.raises(AttentionInputError, match=r"results\[0\].lse must be"):
         merge([AttentionResult(part.output, torch.zeros(1, 1, 3))])
+
+
+def test_sinks_that_do_not_fit_are_refused():
+    output, lse = torch.zeros(1, 4, 5, 8), torch.zeros(1, 4, 5)
+    with pytest.raises(AttentionInputError, match="lse must be a tensor, got NoneType; run the attention with return_"):
+        apply_sinks(output, None, torch.zeros(4))
+    with pytest.raises(AttentionInputError, match=r"\[B, Hq, Q\] and \[Hq\] on one device, got .* sinks \(3,\) on cpu"):
+        apply_sinks(output, lse, torch.zeros(3))

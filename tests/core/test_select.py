@@ -194,3 +194,9 @@ def test_explain_takes_a_layout_and_a_request():
         polyattn.explain(MaskLayout.causal(4), None)
     with pytest.raises(LayoutError, match="layout must be a MaskLayout, got NoneType"):
         polyattn.explain(None, None)
+
+
+@pytest.mark.parametrize("value", [None, 3, ["sdpa"]])
+def test_what_is_neither_a_name_nor_a_backend_is_refused(value):
+    with pytest.raises(ConfigError, match=r"backend must be a name .* or a backend object, got "):
+        resolve_backend(value)

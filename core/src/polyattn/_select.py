@@ -113,8 +113,12 @@ def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> Att
     Raises:
         UnknownBackendError, DuplicatePluginError, BackendLoadError, IncompatiblePluginError, BlockedPluginError:
             see the registry.
-        ConfigError: options that the backend does not have.
+        ConfigError: options that the backend does not have, or neither a name nor an object.
     """
+    if backend is None or isinstance(backend, (bool, int, float, list, tuple, dict)):
+        raise ConfigError(
+            f"backend must be a name ('polyattn list' shows them), 'auto' or a backend object, got {backend!r}"
+        )
     if isinstance(backend, str) and torch.compiler.is_compiling():
         raise ConfigError(_OUTSIDE.format(f"backend must be an object inside a compiled function, got {backend!r}"))
     if backend == AUTO:
