@@ -19,6 +19,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3]])
 SEGMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2]])
 OFFSETS = torch.tensor([0, 3, 5, 9], dtype=torch.int32)
 ONES = torch.ones(1, TOTAL, dtype=torch.long)
+HOLE = torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1, 1]])
 PLAIN = torch.arange(TOTAL)[None]
 
 SOURCES = {
@@ -158,6 +159,20 @@ def test_a_row_may_begin_inside_a_document():
     assert torch.allclose(logits[:, 3:5], alone(model, row, 3, 5), atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_without_mask_and_cache_a_document_starts_at_every_jump_as_in_transformers(name):
+    row, jump = tokens(), torch.tensor([[0, 1, 2, 7, 8, 9, 10, 11, 12]])
+    model = model_of(name, "polyattn_sdpa")
+    logits, want = (run(m, input_ids=row, position_ids=jump) for m in (model, model_of(name, "eager")))
+    assert torch.allclose(logits, want, atol=2e-5)
+    assert torch.allclose(logits[:, 3:], alone(model, row, 3, 9), atol=2e-5)
+    for beside in ({"use_cache": True}, {"attention_mask": ONES}):
+        with pytest.raises(
+            LayoutError, match=r"position_ids must go on by 1 .*, got 2 followed by 7 in row 0, column 3"
+        ):
+            run(model, input_ids=row, position_ids=jump, **beside)
+
+
 def test_the_text_row_of_multi_axis_positions_says_where_documents_lie():
     model, row = model_of("qwen2_vl", "polyattn_sdpa"), tokens().clamp(min=10)
     four = POSITIONS.expand(4, 1, TOTAL)
@@ -201,9 +216,16 @@ def test_gradients_stay_inside_a_document():
             r"position_ids must restart at one number with each document, got restarts at \[0, 1\] in row 0",
         ),
         (
-            {"segment_ids": SEGMENTS, "attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1, 1]])},
+            {"segment_ids": SEGMENTS, "attention_mask": HOLE},
             "segment_ids and attention_mask must agree, got a masked token inside a document in row 0, column 1",
         ),
+        (
+            {"cu_seq_lens_q": OFFSETS, "cu_seq_lens_k": OFFSETS, "attention_mask": HOLE},
+            "cu_seq_lens_q and attention_mask must agree, got a masked token inside a document in row 0, column 1",
+        ),
+        ({"segment_ids": [0] * TOTAL}, r"segment_ids must be an integer tensor, got list; make one with torch.tensor"),
+        ({"seq_idx": "x"}, "seq_idx must be an integer tensor, got str"),
+        ({"cu_seq_lens_q": [0, 9], "cu_seq_lens_k": [0, 9]}, "cu_seq_lens_q must be an integer tensor, got list"),
         (
             {"segment_ids": SEGMENTS, "attention_mask": torch.ones(1, 1, TOTAL, TOTAL, dtype=torch.bool)},
             r"attention_mask \[B, 1, Q, K\] and segment_ids both say who sees whom",
@@ -234,6 +256,39 @@ def test_a_packed_batch_beside_cached_tokens_is_refused(static):
         run(model, input_ids=row, position_ids=POSITIONS, past_key_values=cache, use_cache=True)
     with pytest.raises(LayoutError, match="a cache with earlier tokens"):
         run(model, input_ids=row, past_key_values=cache, use_cache=True, **packed(LENGTHS))
+
+
+def test_packed_documents_of_another_number_of_rows_are_refused():
+    text = "must have one row, or one for each row of the call, got 3 rows in documents and 2 in the call; describe the"
+    with pytest.raises(LayoutError, match=text):
+        run(model_of("llama", "polyattn_sdpa"), input_ids=ids(rows=2, length=TOTAL), **packed([LENGTHS] * 3))
+
+
+def test_a_packed_prompt_to_generate_is_refused_by_name():
+    model = model_of("llama", "polyattn_sdpa")
+    with pytest.raises(
+        (TypeError, AttributeError), match=r"a PackedMask is no tensor and .*generation takes no packed prompts"
+    ):
+        model.generate(tokens(), **packed(LENGTHS), max_new_tokens=2, pad_token_id=0)
+
+
+def test_a_packed_mask_equals_itself_and_no_number():
+    mask, other = (packed(LENGTHS)["attention_mask"] for _ in range(2))
+    assert mask == mask  # noqa: PLR0124
+    assert mask != other
+    assert mask is not None
+    assert {mask: 1, other: 2}[mask] == 1
+    for number in (1, 0.0, True, ONES):
+        with pytest.raises(TypeError, match="a PackedMask is no tensor and cannot be compared with numbers"):
+            mask == number  # noqa: B015
+
+
+@pytest.mark.parametrize("device", ["foo", 3.5, []])
+def test_what_is_no_device_is_refused(device):
+    with pytest.raises(
+        LayoutError, match=r"device must be a device of torch, such as 'cuda' or .*, got ('foo'|3.5|\[\])"
+    ):
+        packed(LENGTHS, device=device)
 
 
 def test_a_four_dimensional_mask_is_the_whole_truth():

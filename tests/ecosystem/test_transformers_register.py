@@ -155,6 +155,21 @@ def test_a_model_without_attention_is_refused(make):
         polyattn_transformers.use(make(), "sdpa")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("m", "sdpa"), "model must be or contain a transformers model, got str; pass the model itself"),
+        ((None, "sdpa"), "model must be or contain a transformers model, got NoneType"),
+        ((nn.Linear(1, 1), None), "name must be the name of a backend, got None; installed: .*sdpa.*auto"),
+        ((nn.Linear(1, 1), 3), "name must be the name of a backend, got 3"),
+        ((nn.Linear(1, 1), "sdpa", 3), "options must map names of the backend's options to values, got 3; pass a dict"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_refused_by_name(arguments, text):
+    with pytest.raises(ConfigError, match=text):
+        polyattn_transformers.use(*arguments)
+
+
 def test_attention_weights_are_refused_by_name():
     model = model_of("llama", "polyattn_eager")
     with pytest.raises(UnsupportedAttentionError, match="transformers' own attn_implementation='eager' returns them"):

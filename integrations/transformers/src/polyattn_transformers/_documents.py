@@ -29,8 +29,13 @@ def explicit(segments: Segments, batch: int, q_len: int, kv_len: int) -> tuple[s
         The name of what said it, the documents of the queries and those of the keys; ``None`` if nothing did.
 
     Raises:
-        LayoutError: a wrong shape, or two that differ.
+        LayoutError: no tensor, a wrong shape, or two that differ.
     """
+    for name, given in segments.items():
+        if given is not None and not isinstance(given, Tensor):
+            raise LayoutError(
+                f"{name} must be an integer tensor, got {type(given).__name__}; make one with torch.tensor(...)"
+            )
     found: list[tuple[str, Tensor, Tensor]] = []
     for name in ("segment_ids", "seq_idx"):
         ids = segments[name]

@@ -128,14 +128,16 @@ class LayoutMask(NoTensor):
         q_len, kv_len = layout.q_len, layout.kv_len
         explicit = _documents.explicit(segments, batch, q_len, kv_len)
         inferred = None
-        if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == q_len > 1:
+        # Without mask and cache, transformers has read the positions itself, and its reading holds.
+        read = self.documents is not None and self.documents[0] == "position_ids"
+        if not read and position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == q_len > 1:
             inferred = _documents.from_positions(position_ids, self.live, batch)
         if self.documents is not None:
             # The mask keeps documents apart already; what else is said about them must agree.
             name, ids = self.documents
             if explicit is not None:
                 _documents.check_agree((name, explicit[0]), ids, explicit[1], self.live)
-            if inferred is not None and name != "position_ids":
+            if inferred is not None:
                 _documents.check_agree((name, "position_ids"), ids, inferred, self.live)
             return layout
         if explicit is not None:

@@ -12,7 +12,7 @@ from polyattn import LayoutError
 from polyattn_transformers._build import Span, layout_of
 from polyattn_transformers._documents import readable
 from polyattn_transformers._layout_mask import LayoutMask
-from polyattn_transformers._packing import PackedMask, check_length
+from polyattn_transformers._packing import PackedMask, check_size
 from polyattn_transformers._pattern import MaskFunction, Pattern, read_pattern
 
 #: What transformers' factories pass for its own implementations, and what a layout does not need.
@@ -78,7 +78,7 @@ def _handed_back(mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
 
 
 def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask:
-    check_length(packed, span.q_len, span.kv_len)
+    check_size(packed, span.batch, span.q_len, span.kv_len)
     packed = packed.to(span.device)
     simple = not (pattern.chunk or pattern.valid or pattern.opaque) and pattern.blocks is pattern.documents is None
     layout = packed.layouts[pattern.causal and simple].with_window(pattern.window if simple else None)

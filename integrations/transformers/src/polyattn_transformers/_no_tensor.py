@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
+import torch
+
 
 class NoTensor:
     """Refuses every use as a tensor that a subclass does not answer itself.
@@ -21,6 +23,13 @@ class NoTensor:
 
     def __getitem__(self, index: object) -> NoReturn:
         raise TypeError(self._refusal("cannot be indexed"))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (bool, int, float, torch.Tensor)):
+            raise TypeError(self._refusal("cannot be compared with numbers"))
+        return NotImplemented
+
+    __hash__ = object.__hash__
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:

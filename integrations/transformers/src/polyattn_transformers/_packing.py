@@ -38,15 +38,16 @@ def packed(
         polyattn, and ``position_ids`` ``Int[B|1, K]``, which restart with each document.
 
     Raises:
-        LayoutError: the description contradicts itself.
+        LayoutError: the description contradicts itself, or ``device`` is none.
     """
+    target = None if device is None else _device(device)
     ways: dict[str, Any] = {
         "cu_seqlens": cu_seqlens,
         "document_ids": document_ids,
         "position_ids": position_ids,
     }
     mask = PackedMask(MaskLayout.packed(lengths, **ways, causal=True))
-    mask = mask if device is None else mask.to(device)
+    mask = mask if target is None else mask.to(target)
     return {"attention_mask": mask, "position_ids": _positions(mask.documents)}
 
 
@@ -104,18 +105,31 @@ class PackedMask(NoTensor):
         return f"PackedMask({self.layouts[True].describe()})"
 
 
-def check_length(mask: PackedMask, q_len: int, kv_len: int) -> None:
+def check_size(mask: PackedMask, batch: int, q_len: int, kv_len: int) -> None:
     """Refuse packed documents that do not cover exactly the tokens of a call.
 
     Raises:
-        LayoutError: other numbers of tokens, or keys from earlier forwards, whose documents nobody knows.
+        LayoutError: other numbers of rows or tokens, or keys from earlier forwards, whose documents nobody knows.
     """
-    total = mask.shape[1]
+    rows, total = mask.shape
+    if rows not in (1, batch):
+        raise LayoutError(
+            f"packed documents must have one row, or one for each row of the call, got {rows} rows in documents and "
+            f"{batch} in the call; describe the rows that the model gets"
+        )
     if total != q_len or total != kv_len:
         raise LayoutError(
             f"packed documents must cover the tokens of the call, got {total} tokens in documents, {q_len} queries and "
             f"{kv_len} keys; a cache with earlier tokens (or a static one) takes no packed batch"
         )
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        text = f"device must be a device of torch, such as 'cuda' or torch.device('cuda'), got {device!r}"
+        raise LayoutError(text) from error
 
 
 def _positions(documents: Tensor) -> Tensor:

@@ -66,9 +66,11 @@ def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Mo
         UnknownBackendError, BackendLoadError, IncompatiblePluginError, DuplicatePluginError, BlockedPluginError:
             see the registry.
         ConfigError: the backend does not have these options, some modules attend without going through transformers'
-            attention interface, a configuration asks for attention weights, or there is no transformers model.
+            attention interface, a configuration asks for attention weights, there is no transformers model, or an
+            argument is of a wrong type.
         UnsupportedAttentionError: the backend's kernel is missing or broken.
     """
+    _check_arguments(model, name, options)
     if PreTrainedModel.get_correct_attn_implementation is not _check_implementation:
         register()
     implementation = _add(load(name, options))
@@ -91,6 +93,20 @@ def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Mo
     for config in configs:
         config._attn_implementation = implementation  # noqa: SLF001 (transformers has no public setter for one config)
     return model
+
+
+def _check_arguments(model: object, name: object, options: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model must be or contain a transformers model, got {type(model).__name__}; pass the model itself, as "
+            "from_pretrained returns it"
+        )
+    if not isinstance(name, str):
+        raise ConfigError(f"name must be the name of a backend, got {name!r}; installed: {', '.join(installed())}")
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError(
+            f"options must map names of the backend's options to values, got {options!r}; pass a dict, or leave it out"
+        )
 
 
 def _add(name: str) -> str:
