@@ -116,6 +116,10 @@ def test_sequence_parallelism_is_refused_when_the_config_is_built():
         ({"groups": {"layers": [1]}}, "groups must be a list of mappings, got dict"),
         ({"groups": [{"window": 2}]}, r"groups\[0\] must be a mapping with 'layers'"),
         ({"groups": [{"layers": [1], "windw": 2}]}, r"unknown key 'windw' in groups\[0\]"),
+        (
+            {"groups": [{"layers": "0::2"}]},
+            r"^groups\[0\] must override something .* got only layers='0::2'; give one of",
+        ),
         ({"groups": [{"layers": "a:b"}]}, "slice 'start:stop:step' of non-negative numbers, got 'a:b'"),
         ({"groups": [{"layers": "0:-1"}]}, "got '0:-1'"),
         ({"groups": [{"layers": [-1]}]}, r"groups\[0\].layers must be a list of indices >= 0"),
@@ -139,6 +143,20 @@ def test_files_that_are_missing_or_no_yaml_are_named(tmp_path):
         bad.write_text(text)
         with pytest.raises(ConfigError, match=said):
             AttentionConfig.from_yaml(bad)
+
+
+def test_a_path_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"^path must be a str or a Path, .* got int; .*AttentionConfig\.from_dict"):
+        AttentionConfig.from_yaml(3)
+
+
+def test_a_canonical_rope_without_its_version_is_told_from_a_transformers_one():
+    for whole, named in (({"variant": "default"}, "'variant'"), (ROPE, "'axes', 'interleaved'")):
+        rope = {key: value for key, value in whole.items() if key != "schema_version"}
+        with pytest.raises(
+            RopeConfigError, match=f"^rope: schema_version is missing beside {named}.*: 1, and the tran"
+        ):
+            AttentionConfig.from_dict({"attn_backend": "sdpa", "rope": rope})
 
 
 def test_a_yaml_file_is_read(tmp_path):
@@ -336,7 +354,7 @@ def test_a_group_of_no_layer_or_of_one_twice_is_refused(layers, text):
 
 
 def test_groups_that_a_model_has_no_layer_for_are_refused_when_their_number_is_known():
-    groups = [{"layers": "1::2", "window": 3}, {"layers": [2, 7]}, {"layers": "6:9"}]
+    groups = [{"layers": "1::2", "window": 3}, {"layers": [2, 7], "window": 3}, {"layers": "6:9", "window": 3}]
     config = AttentionConfig(rope=ROPE, qk_norm=NORM, **SIZES, groups=groups)
     config.check_layers(8)
     with pytest.raises(ConfigError) as caught:

@@ -1,13 +1,24 @@
 """A layer whose parts were replaced after it was built, and one scope under changing conditions."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch.nn.utils import parametrize
 
 from decoder import NORM, SEGMENTATIONS, Decoder, batch_of, config_of, rope_of
-from polyattn import AttentionInputError, AttentionScope, MaskLayout, RopeSpec, RotaryEmbedding
+from polyattn import (
+    AttentionInputError,
+    AttentionScope,
+    AttentionSpec,
+    ConfigError,
+    GroupedQueryAttention,
+    LayoutError,
+    MaskLayout,
+    RopeSpec,
+    RotaryEmbedding,
+)
 from polyattn._modules import RMSNorm
 
 HIDDEN = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
@@ -82,10 +93,76 @@ def test_a_rotary_module_of_another_kind_is_refused():
 
 
 def test_structure_and_masks_do_not_change_under_a_layer_that_has_read_them():
-    layer, scope = layer_of(), scope_of()
-    for owner, name in ((layer, "spec"), (scope, "layout"), (scope, "context_layout"), (scope, "length")):
+    scope = scope_of()
+    for name in ("layout", "context_layout", "length"):
         with pytest.raises(AttributeError):
-            setattr(owner, name, None)
+            setattr(scope, name, None)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AttentionSpec) if field.name != "sinks"])
+def test_setting_a_field_of_the_structure_is_refused_with_the_way_out(name):
+    layer = layer_of()
+    with pytest.raises(ConfigError) as caught:
+        setattr(layer, name, 3)
+    assert str(caught.value) == (
+        f"{name} of a layer stays as it was built, got 3; build another layer, "
+        f"GroupedQueryAttention.from_spec(dataclasses.replace(layer.spec, {name}=...))"
+    )
+    assert not hasattr(layer, name)
+
+
+def test_setting_what_a_layer_was_built_with_is_refused_with_the_way_out():
+    layer = layer_of()
+    spec = dataclasses.replace(layer.spec, window=3)
+    for name, value, text in (
+        ("spec", spec, r"spec of .* got AttentionSpec; .* GroupedQueryAttention\.from_spec\(spec\)"),
+        ("backend", "sdpa", r"backend cannot .* got 'sdpa'; use layer\.set_backend"),
+        ("fused_qkv", True, r"fused_qkv of .* got True; .*from_spec\(layer\.spec, fused_qkv="),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            setattr(layer, name, value)
+    assert GroupedQueryAttention.from_spec(spec, backend="eager").spec.window == 3
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm", "rotary", "sinks"])
+def test_a_part_that_is_no_module_is_refused(name):
+    with pytest.raises(AttentionInputError, match=f"{name} must be .* got bool"):
+        setattr(layer_of(sinks=True, qk_norm=NORM), name, True)
+    with pytest.raises(AttentionInputError, match=f"{name} must be None in a layer that was built without, got bool"):
+        setattr(layer_of(qk_norm=None, rope=None), name, True)
+
+
+def test_a_subclass_may_add_parts_of_its_own():
+    class Gated(GroupedQueryAttention):
+        def __init__(self, *args, **rest):
+            super().__init__(*args, **rest)
+            self.gate, self.strength = torch.nn.Linear(32, 32), 0.5
+
+        def forward(self, hidden, *args, **rest):
+            return super().forward(hidden, *args, **rest) * self.strength * self.gate(hidden)
+
+    layer = layer_of()
+    gated = Gated.from_spec(layer.spec, backend="eager")
+    gated.load_state_dict(layer.state_dict(), strict=False)
+    want = layer(HIDDEN, scope_of(), POSITIONS) * 0.5 * gated.gate(HIDDEN)
+    assert torch.equal(gated(HIDDEN, scope_of(), POSITIONS), want)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rest", "error", "text"),
+    [
+        (None, {}, LayoutError, r"^layout must be a MaskLayout, got NoneType; MaskLayout\.causal\(length\)"),
+        ("causal", {}, LayoutError, "^layout must be a MaskLayout, got 'causal'"),
+        (MaskLayout.causal(6), {"context_layout": "full"}, LayoutError, "^context_layout must be .* got 'full'"),
+        (MaskLayout.causal(6), {"length": "a"}, AttentionInputError, "^length must be an int >= 0, .* got 'a'"),
+        (MaskLayout.causal(6), {"length": -1}, AttentionInputError, "^length must be an int >= 0, .* got -1"),
+        (MaskLayout.causal(6), {"length": True}, AttentionInputError, "^length must be an int >= 0, .* got True"),
+        (MaskLayout.causal(6), {"length": torch.tensor(6)}, AttentionInputError, "never a tensor"),
+    ],
+)
+def test_a_scope_of_something_else_is_refused_when_it_is_made(layout, rest, error, text):
+    with pytest.raises(error, match=text):
+        AttentionScope(layout, **rest)
 
 
 class Adapter(torch.nn.Module):

@@ -282,6 +282,13 @@ def test_the_spec_round_trips_and_requires_every_field():
         ({"dropout": 1.5}, r"dropout must be a number in \[0, 1\), got 1.5"),
         ({"softcap": -1.0}, "softcap must be a positive number or None, got -1.0"),
         ({"qk_norm": "head"}, "qk_norm must be a QKNorm or None, got 'head'"),
+        ({"head_dim": 0, "rope": None}, "^head_dim must be an int from 1 to 2147483647, got 0$"),
+        ({"fused_qkv": 3}, r"^fused_qkv must be True \(one matrix .* or False \(three\), got 3$"),
+        ({"fused_qkv": "no"}, "fused_qkv must be .* got 'no'"),
+        ({"dtype": "float32"}, "dtype must be one of torch.float64, .* or None, got 'float32'"),
+        ({"dtype": torch.int32}, "dtype must be one of .* got torch.int32"),
+        ({"device": "gpu"}, "device must be a torch.device, its name or None, got 'gpu'"),
+        ({"device": "gpu", "fused_qkv": None}, "fused_qkv must be .* got None; device must be"),
     ],
 )
 def test_a_contradictory_structure_is_refused(options, text):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from polyattn import ConfigError
+
 PAGE = Path(__file__).parents[2] / "docs" / "modules.md"
 
 
@@ -17,6 +19,11 @@ def test_the_examples_of_the_page_run_as_shown():
     result = doctest.DocTestRunner(optionflags=flags).run(test, out=said.append)
     assert result.attempted > 10
     assert not result.failed, "".join(said)
+
+
+def test_errors_of_the_page_stand_as_a_traceback_prints_them():
+    names = re.findall(r"^(polyattn\.\S*Error):", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert names == [f"{ConfigError.__module__}.{ConfigError.__name__}"]
 
 
 @pytest.mark.parametrize("page", ["modules.md", "conventions.md"])

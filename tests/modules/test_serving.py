@@ -89,6 +89,19 @@ def test_an_unknown_target_lists_the_known_ones():
         check_servable(SPEC, "sglang")
 
 
+@pytest.mark.parametrize(
+    ("spec", "target", "text"),
+    [
+        (None, "sglang_eagle", r"^spec must be an AttentionSpec, got NoneType; a layer has one as layer\.spec"),
+        (SPEC.to_dict(), "sglang_eagle", "^spec must be an AttentionSpec, got dict"),
+        (SPEC, ["sglang_eagle"], r"^serving_target must be the name of a target, .* got \['sglang_eagle'\]"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(spec, target, text):
+    with pytest.raises(ConfigError, match=text):
+        check_servable(spec, target)
+
+
 def test_an_export_for_a_target_refuses_with_every_reason():
     assert SPEC.to_hf("qwen3", serving_target="sglang_dflash")["model_type"] == "qwen3"
     changed = dataclasses.replace(SPEC, sinks=True, scale=0.5)

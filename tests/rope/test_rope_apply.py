@@ -284,6 +284,12 @@ def test_a_refusal_names_the_tensor():
         apply_rotary(X, X[:, :, :5], GOOD, interleaved=False)
 
 
+def test_tables_that_are_none_are_refused():
+    for tables, got in ((None, "NoneType"), ((GOOD.cos, GOOD.sin), "tuple")):
+        with pytest.raises(AttentionInputError, match=f"^tables must be RotaryTables, got {got}; RotaryEmbedding"):
+            apply_rotary(X, X, tables, interleaved=False)
+
+
 def test_the_pairing_has_no_default():
     with pytest.raises(TypeError, match="interleaved"):
         apply_rotary(X, X, GOOD)

@@ -370,7 +370,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (v4("linear"), "rope_parameters and rope_scaling must be one dictionary, or null, got linear"),
         (v5({"partial_rotary_factor": 0.0}), "partial_rotary_factor must be a number in (0, 1], got 0.0"),
         (v5({"partial_rotary_factor": "half"}), "partial_rotary_factor must be a number in (0, 1], got 'half'"),
-        (v5({"partial_rotary_factor": 0.9}), "rotary_dim must be even, got 7"),
+        (
+            v5({"partial_rotary_factor": 0.9}),
+            "must be an even number of channels, which rotate in pairs, got int(8 * 0.9) = 7",
+        ),
         (v4(model_type="glm"), "'partial_rotary_factor' is missing, and this class has a default of its own"),
         (v4({"type": "mrope"}), "'mrope_section' is missing beside type 'mrope'"),
         (v5({"mrope_section": [2, 1], "rope_type": "default"}), "must add up to rotary_dim / 2 = 4, got [2, 1] = 3"),
@@ -426,6 +429,33 @@ def test_what_cannot_be_read_is_refused_by_name(config, text):
 def test_a_refusal_names_the_model_type():
     with pytest.raises(RopeConfigError, match=r"^config of model_type 'llama': 'factor' is missing"):
         RopeSpec.from_hf(v4({"type": "linear"}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (
+            {"rope_theta": None},
+            "'rope_theta' is missing; it stands in rope_parameters, or at the top as rope_theta or rotary_emb_base",
+        ),
+        ({"rope_theta": "1e4"}, "rope_theta must be a finite float32 number greater than 1, got '1e4'"),
+        ({"rope_theta": None, "rotary_emb_base": 1}, "rotary_emb_base must be a finite float32 number"),
+        ({"head_dim": 7}, "head_dim must be an even number of channels, which rotate in pairs, got 7"),
+        (
+            {"head_dim": None, "hidden_size": 28, "num_attention_heads": 4},
+            "hidden_size / num_attention_heads must be an even number of channels, which rotate in pairs, got 7",
+        ),
+        (
+            {"partial_rotary_factor": 0.4},
+            "head_dim * partial_rotary_factor must be an even number of channels, which rotate in pairs, got int(8 ",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": -1.0}}, "rope variant 'linear': parameters['factor'] must be"),
+    ],
+)
+def test_a_wrong_value_is_named_by_the_key_of_the_config(keys, text):
+    with pytest.raises(RopeConfigError) as caught:
+        RopeSpec.from_hf({**PLAIN, **keys})
+    assert str(caught.value).startswith(f"config of model_type 'llama': {text}")
 
 
 @pytest.mark.parametrize(

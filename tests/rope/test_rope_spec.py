@@ -51,6 +51,17 @@ def test_a_written_spec_without_any_one_part_of_a_field_is_refused_by_its_name(w
             RopeSpec.from_dict({**data, group: fewer})
 
 
+def test_a_required_parameter_is_named_beside_the_defaults_that_are_not_written():
+    data = {**RopeSpec(**PLAIN).to_dict(), "variant": "yarn", "original_max_position": 32, "parameters": {}}
+    with pytest.raises(RopeConfigError) as caught:
+        RopeSpec.from_dict(data)
+    text = str(caught.value)
+    assert text.startswith("parameters of variant 'yarn': ")
+    assert "'beta_fast'" in text
+    assert "got no parameters" in text
+    assert "parameters['factor'] is missing; it must be a number >= 1" in text
+
+
 def test_every_variant_and_multi_axis_positions_have_a_written_example():
     written = [json.loads(path.read_text(encoding="utf-8")) for path in FIXTURES]
     assert {data["variant"] for data in written} == {

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from polyattn._backend import AttentionBackend
-from polyattn._errors import ConfigError, PolyattnError, UnsupportedAttentionError
+from polyattn._errors import ConfigError, PolyattnError, RopeConfigError, UnsupportedAttentionError
 from polyattn._modules import QKNorm
 from polyattn._modules.groups import LayerGroup, check_group_keys, group_fields, read_layers
 from polyattn._modules.hf import check_count, write_specs
@@ -32,6 +32,7 @@ from polyattn._modules.layer import LayerAttention
 from polyattn._modules.serving import require_servable
 from polyattn._modules.spec import problem_of
 from polyattn._rope import RopeSpec
+from polyattn._rope.hf import CANONICAL_ONLY
 from polyattn._select import resolve_backend
 from polyattn._yaml import read_yaml
 
@@ -186,8 +187,14 @@ class AttentionConfig:
         """Build from a YAML file that holds the fields above.
 
         Raises:
-            ConfigError: the file is missing, no YAML mapping, or gives a key twice; the message names it.
+            ConfigError: the file is missing, no YAML mapping, or gives a key twice; the message names it. Or ``path``
+                is none.
         """
+        if not isinstance(path, (str, Path)):
+            raise ConfigError(
+                f"path must be a str or a Path, the file to read, got {type(path).__name__}; "
+                "a mapping is read by AttentionConfig.from_dict"
+            )
         return cls.from_dict(read_yaml(path, "the attention config"))
 
     def _overrides(self, group: LayerGroup) -> dict[str, Any]:
@@ -305,6 +312,13 @@ def _rope(value: Any) -> RopeSpec | None:
         raise ConfigError(f"must be a mapping or null, got {type(value).__name__}")
     if "schema_version" in value:
         return RopeSpec.from_dict(dict(value))
+    canonical = [repr(key) for key in CANONICAL_ONLY if key in value]
+    if canonical:
+        raise RopeConfigError(
+            f"schema_version is missing beside {', '.join(canonical)}, got the keys {', '.join(map(repr, value))}; "
+            f"the canonical form says schema_version: {RopeSpec.SCHEMA_VERSION}, and the transformers form, which has "
+            "none, has rope_type and rope_theta in rope_parameters instead"
+        )
     return RopeSpec.from_hf(dict(value))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polyattn._backend import AttentionBackend, PreparedAttention, prepare
+from polyattn._errors import AttentionInputError, LayoutError
 from polyattn._layout import MaskLayout
 from polyattn._request import AttentionRequest
 from polyattn._rope import RotaryEmbedding, RotaryTables
@@ -37,11 +38,25 @@ class AttentionScope:
 
     Attributes:
         memo: what layers found, by their kind and the shapes they were called with; theirs to fill.
+
+    Raises:
+        LayoutError: a layout is no :class:`MaskLayout`.
+        AttentionInputError: ``length`` is no length.
     """
 
     def __init__(
         self, layout: MaskLayout, *, context_layout: MaskLayout | None = None, length: int | None = None
     ) -> None:
+        _check_layout("layout", layout)
+        if context_layout is not None:
+            _check_layout("context_layout", context_layout)
+        if length is not None and (
+            isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0
+        ):
+            raise AttentionInputError(
+                f"length must be an int >= 0, the length of the sequence, or None, got {length!r}; "
+                "a host int, never a tensor"
+            )
         self._context_layout = context_layout
         self._length = length
         self._layouts: list[MaskLayout] = [layout]
@@ -127,8 +142,18 @@ class AttentionScope:
         for slot, known in enumerate(self._layouts):
             if known is layout:
                 return slot
+        _check_layout("layout", layout)
         self._layouts.append(layout)
         return len(self._layouts) - 1
+
+
+def _check_layout(name: str, layout: object) -> None:
+    if not isinstance(layout, MaskLayout):
+        got = repr(layout) if isinstance(layout, str) else type(layout).__name__
+        raise LayoutError(
+            f"{name} must be a MaskLayout, got {got}; MaskLayout.causal(length), MaskLayout.packed(lengths) "
+            "and others make one"
+        )
 
 
 def _same_positions(known: Tensor, given: Tensor) -> bool:

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from polyattn._backend import AttentionBackend, AttentionResult
 from polyattn._errors import ConfigError, UnsupportedAttentionError
-from polyattn._modules.inputs import check_dtype, check_part
+from polyattn._modules.inputs import check_attribute, check_dtype, check_making, check_part
 from polyattn._modules.kind import LayerKind, layer_kind
 from polyattn._modules.norm import RMSNorm
 from polyattn._modules.projections import keys_and_values, load_either_form
 from polyattn._modules.reading import read_scope
 from polyattn._modules.sinks import HeadSinks
-from polyattn._modules.spec import AttentionSpec, QKNorm, problem_of
+from polyattn._modules.spec import AttentionSpec, QKNorm, problem_of, value_width
 from polyattn._rope import RopeSpec, RotaryEmbedding, apply_rotary, rotate_heads
 from polyattn._scope import AttentionScope
 from polyattn._select import AUTO, resolve_backend
@@ -52,7 +52,8 @@ class GroupedQueryAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ConfigError: the structure contradicts itself; every fault in one message.
+        ConfigError: the structure contradicts itself; every fault in one message. Or ``fused_qkv``, ``device`` or
+            ``dtype`` is none.
         UnsupportedAttentionError: the backend cannot do what the layer needs, as far as that is known now. What depends
             on the device, a kernel that is absent there included, is known when ``device`` is given, or the parameters
             lie on an accelerator. A layer built on the CPU may still move, and on ``meta`` it surely does; then
@@ -83,6 +84,7 @@ class GroupedQueryAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_making(fused_qkv, device, dtype)
         if head_dim is None:
             counts = {"hidden_size": hidden_size, "num_heads": num_heads}
             wrong = [f"{name} {problem}" for name, count in counts.items() if (problem := problem_of(name, count))]
@@ -99,7 +101,7 @@ class GroupedQueryAttention(nn.Module):
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+            v_head_dim=value_width(head_dim, v_head_dim),
             rope=rope,
             qk_norm=qk_norm,
             window=window,
@@ -130,8 +132,12 @@ class GroupedQueryAttention(nn.Module):
         self.kind = self._able(kind, placed=device is not None)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse a submodule that the structure knows nothing of: no forward would use it."""
-        if isinstance(value, nn.Module) and "kind" in self.__dict__:
+        """Refuse to change the structure, and parts that it knows nothing of: no forward would use them.
+
+        Other names are free, for what a subclass adds.
+        """
+        if "kind" in self.__dict__:
+            check_attribute(name, value)
             check_part(self.kind.spec, name, value)
         super().__setattr__(name, value)
 

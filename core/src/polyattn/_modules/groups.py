@@ -51,7 +51,7 @@ def group_fields(value: object, where: str) -> dict[str, Any]:
 
 
 def check_group_keys(fields: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
-    """Refuse a group with other keys than ``layers`` and ``known``.
+    """Refuse a group with other keys than ``layers`` and ``known``, or with none of those.
 
     Raises:
         ConfigError: names the keys.
@@ -61,6 +61,11 @@ def check_group_keys(fields: Mapping[str, Any], where: str, known: Sequence[str]
     unknown = [repr(key) for key in fields if key != "layers" and key not in known]
     if unknown:
         raise ConfigError(f"unknown key {', '.join(unknown)} in {where}; the keys are layers, {', '.join(known)}")
+    if len(fields) == 1:
+        raise ConfigError(
+            f"{where} must override something for its layers, got only layers={fields['layers']!r}; "
+            f"give one of {', '.join(known)}, or leave the group out"
+        )
 
 
 def read_layers(value: object, where: str) -> tuple[int, ...] | str:

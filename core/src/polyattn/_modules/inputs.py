@@ -2,17 +2,67 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polyattn._errors import AttentionInputError
+from polyattn._errors import AttentionInputError, ConfigError
+from polyattn._modules.spec import AttentionSpec, given
 from polyattn._scope import AttentionScope
 from polyattn._tensors import FLOATING
 
-if TYPE_CHECKING:
-    from polyattn._modules.spec import AttentionSpec
+#: Submodules of a layer that its structure decides about, and the field that does.
+_PARTS = {"q_norm": "qk_norm", "k_norm": "qk_norm", "rotary": "rope", "sinks": "sinks"}
+#: Attributes that would say something else than the layer does, were they set. ``sinks`` is a submodule as well.
+_FIXED = {field.name for field in dataclasses.fields(AttentionSpec)} - {"sinks"}
+
+
+def check_making(fused_qkv: object, device: Any, dtype: object) -> None:
+    """Refuse what a layer cannot be made with.
+
+    Raises:
+        ConfigError: one message with every fault.
+    """
+    problems = []
+    if not isinstance(fused_qkv, bool):
+        problems.append(f"fused_qkv must be True (one matrix for q, k and v) or False (three), got {given(fused_qkv)}")
+    if dtype is not None and dtype not in FLOATING:
+        problems.append(f"dtype must be one of {', '.join(map(str, FLOATING))}, or None, got {dtype!r}")
+    if device is not None:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            said = str(error).splitlines()[0]
+            problems.append(f"device must be a torch.device, its name or None, got {device!r}: {said}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def check_attribute(name: str, value: object) -> None:
+    """Refuse to set what was decided when the layer was built.
+
+    Raises:
+        ConfigError: ``name`` is a field of the structure, or follows from how the layer was made.
+    """
+    if name in _FIXED:
+        raise ConfigError(
+            f"{name} of a layer stays as it was built, got {given(value)}; build another layer, "
+            f"GroupedQueryAttention.from_spec(dataclasses.replace(layer.spec, {name}=...))"
+        )
+    if name == "spec":
+        raise ConfigError(
+            f"spec of a layer stays as it was built, got {given(value)}; build another layer, "
+            "GroupedQueryAttention.from_spec(spec)"
+        )
+    if name == "backend":
+        raise ConfigError(f"backend cannot be set as an attribute, got {given(value)}; use layer.set_backend(...)")
+    if name == "fused_qkv":
+        raise ConfigError(
+            f"fused_qkv of a layer stays as it was built, got {given(value)}; build another layer, "
+            "GroupedQueryAttention.from_spec(layer.spec, fused_qkv=...), which loads a state dict of either form"
+        )
 
 
 def check_types(scope: AttentionScope, hidden: Tensor, kv_hidden: Tensor | None) -> None:
@@ -84,20 +134,21 @@ def check_inputs(
         raise AttentionInputError("; ".join(problems))
 
 
-def check_part(spec: AttentionSpec, name: str, part: nn.Module) -> None:
+def check_part(spec: AttentionSpec, name: str, part: object) -> None:
     """Refuse a submodule that the structure knows nothing of and that would stay unused.
 
     Args:
         spec: of the layer.
-        name: of the submodule.
-        part: what is to have that name.
+        name: of the attribute.
+        part: what is to have that name; ``None`` takes a submodule out.
 
     Raises:
-        AttentionInputError: a norm, rotary module or sinks for a layer without, or a rotary module of another kind.
+        AttentionInputError: a norm, rotary module or sinks for a layer without, or one of another kind.
     """
-    fields = {"q_norm": "qk_norm", "k_norm": "qk_norm", "rotary": "rope", "sinks": "sinks"}
-    field = fields.get(name)
-    if field is not None and not getattr(spec, field):
+    field = _PARTS.get(name)
+    if field is None or part is None:
+        return
+    if not getattr(spec, field):
         raise AttentionInputError(
             f"{name} must be None in a layer that was built without, got {type(part).__name__}; "
             f"build the layer with {field}= instead of adding the module to it"
@@ -106,6 +157,8 @@ def check_part(spec: AttentionSpec, name: str, part: nn.Module) -> None:
         raise AttentionInputError(
             f"rotary must be a RotaryEmbedding, one of a subclass, or None for no rotation, got {type(part).__name__}"
         )
+    if not isinstance(part, nn.Module):
+        raise AttentionInputError(f"{name} must be a module, or None to take it out, got {type(part).__name__}")
 
 
 def check_dtype(hidden: Tensor, projection: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from polyattn._backend import AttentionBackend
 from polyattn._errors import ConfigError
 from polyattn._modules.gqa import GroupedQueryAttention
-from polyattn._modules.spec import AttentionSpec, QKNorm
+from polyattn._modules.spec import AttentionSpec, QKNorm, value_width
 from polyattn._rope import RopeSpec
 
 
@@ -65,8 +65,7 @@ class LayerAttention:
                     "hidden_size must be a multiple of num_heads when head_dim is not given, "
                     f"got hidden_size={self.hidden_size} and num_heads={self.num_heads}; give head_dim"
                 )
-        if self.v_head_dim is None:
-            fields["v_head_dim"] = fields["head_dim"]
+        fields["v_head_dim"] = value_width(fields["head_dim"], self.v_head_dim)
         return AttentionSpec(**fields)
 
     def build(self, **rest: Any) -> GroupedQueryAttention:

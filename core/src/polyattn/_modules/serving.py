@@ -52,8 +52,15 @@ def check_servable(spec: AttentionSpec, target: str) -> tuple[Reason, ...]:
         One reason for each thing that the target would compute otherwise.
 
     Raises:
-        ConfigError: nobody knows the target.
+        ConfigError: nobody knows the target, or ``spec`` is no :class:`AttentionSpec`.
     """
+    if not isinstance(spec, AttentionSpec):
+        raise ConfigError(
+            f"spec must be an AttentionSpec, got {type(spec).__name__}; a layer has one as layer.spec, and "
+            "AttentionSpec.from_hf reads one from a transformers configuration"
+        )
+    if not isinstance(target, str):
+        raise ConfigError(f"serving_target must be the name of a target, such as {', '.join(TARGETS)}, got {target!r}")
     reasons: list[Reason] = []
     known = target in TARGETS
     if known:

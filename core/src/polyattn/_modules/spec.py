@@ -192,6 +192,13 @@ class AttentionSpec:
         return write_specs([self] * layers, model_type)
 
 
+def value_width(head_dim: int, v_head_dim: int | None) -> int:
+    """``v_head_dim``, or what stands for it where it was not given: ``head_dim``, unless that is faulty itself."""
+    if v_head_dim is not None:
+        return v_head_dim
+    return 1 if problem_of("head_dim", head_dim) else head_dim  # a fault is said once, of the argument that was given
+
+
 def _exact_fields(kind: type[Any], data: Any, prefix: str) -> dict[str, Any]:
     """``data`` as a dict, if it has exactly the fields of ``kind``."""
     if not isinstance(data, Mapping):
@@ -244,5 +251,9 @@ _NEEDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def problem_of(name: str, value: object) -> str:
     """What is wrong with the value of a field of :class:`AttentionSpec` by itself; empty when nothing is."""
     need, holds = _NEEDS[name]
-    got = shown(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
-    return "" if holds(value) else f"must be {need}, got {got}"
+    return "" if holds(value) else f"must be {need}, got {given(value)}"
+
+
+def given(value: object) -> str:
+    """``value`` in a message: itself if it is short, else its type."""
+    return shown(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__

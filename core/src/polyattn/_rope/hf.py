@@ -11,11 +11,13 @@ from types import NoneType
 from typing import Any
 
 from polyattn._errors import RopeConfigError
+from polyattn._numbers import shown
 from polyattn._rope.axes import RopeAxes
 from polyattn._rope.hf_classes import (
     PAIRS,
     class_axes,
     class_head_dim,
+    class_head_dim_key,
     class_pairing,
     classes,
     fault,
@@ -24,6 +26,7 @@ from polyattn._rope.hf_classes import (
     size,
 )
 from polyattn._rope.spec import RopeSpec
+from polyattn._rope.variant import is_float32
 
 #: Keys of our canonical forms that no transformers dictionary has: one that carries them is not what it says it is.
 CANONICAL_ONLY = ("axes", "interleaved", "original_max_position", "rotary_dim", "schema_version", "variant")
@@ -101,17 +104,21 @@ def read(
         size(data, _ORIGINAL, original)
     if kind == "longrope":
         parameters["switch"] = "long" if max_position > original else "short"
-    return RopeSpec(
-        variant=kind,
-        theta=_needed(data, entry, "rope_theta"),
-        head_dim=width,
-        rotary_dim=width if kind == "proportional" else int(width * _partial(data, entry, kind)),
-        interleaved=_pairing(data, interleaved, convention),
-        max_position=max_position,
-        original_max_position=original,
-        parameters=parameters,
-        axes=_axes(data, entry),
-    )
+    values: dict[str, Any] = {
+        "theta": _theta(data, entry),
+        "head_dim": width,
+        "rotary_dim": _rotary_dim(
+            data, entry, kind, width, "head_dim" if head_dim else class_head_dim_key(data, layer_type)
+        ),
+        "interleaved": _pairing(data, interleaved, convention),
+        "axes": _axes(data, entry),
+    }
+    try:
+        return RopeSpec(
+            variant=kind, max_position=max_position, original_max_position=original, parameters=parameters, **values
+        )
+    except RopeConfigError as error:
+        raise RopeConfigError(f"config of model_type {data.get('model_type')!r}: {error}") from error
 
 
 def write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
@@ -169,7 +176,8 @@ def refuse_canonical_keys(dictionary: Mapping[str, Any]) -> None:
     if found:
         raise RopeConfigError(
             f"config must not carry the canonical-only keys {', '.join(map(repr, found))}; "
-            "from_dict reads the canonical form, and transformers dictionaries have no such keys"
+            "transformers dictionaries have no such keys; the canonical form, which has, is the one with "
+            "'schema_version', and from_dict reads it"
         )
 
 
@@ -273,6 +281,31 @@ def _needed(data: Mapping[str, Any], where: Mapping[str, Any], name: str) -> Any
     if where.get(name) is None:
         fault(data, f"{name!r} is missing")
     return where[name]
+
+
+def _theta(data: Mapping[str, Any], entry: Mapping[str, Any]) -> float:
+    spellings = _AT_THE_TOP["rope_theta"]
+    theta = entry.get("rope_theta")
+    if theta is None:
+        fault(data, f"'rope_theta' is missing; it stands in rope_parameters, or at the top as {' or '.join(spellings)}")
+    if not is_float32(theta) or theta <= 1:
+        name = next((name for name in spellings if data.get(name) == theta), "rope_theta")
+        fault(data, f"{name} must be a finite float32 number greater than 1, got {shown(theta)}")
+    return float(theta)
+
+
+def _rotary_dim(data: Mapping[str, Any], entry: Mapping[str, Any], kind: str, width: int, key: str) -> int:
+    """How many channels rotate; ``key`` is what gives the width of a head."""
+    factor = 1.0 if kind == "proportional" else _partial(data, entry, kind)
+    rotated = int(width * factor)
+    if rotated < 2 or rotated % 2:
+        what, got = (
+            (key, f"{width}")
+            if factor == 1
+            else (f"{key} * partial_rotary_factor", f"int({width} * {factor}) = {rotated}")
+        )
+        fault(data, f"{what} must be an even number of channels, which rotate in pairs, got {got}")
+    return rotated
 
 
 def _partial(data: Mapping[str, Any], entry: Mapping[str, Any], kind: str) -> float:

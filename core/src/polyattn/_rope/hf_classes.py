@@ -50,18 +50,23 @@ def class_pairing(data: Mapping[str, Any]) -> bool | None:
 
 def class_head_dim(data: Mapping[str, Any], layer_type: str | None) -> int:
     """The width of a head, under whatever name the class has for it."""
-    names = ["attention_head_dim", "head_dim", "kv_channels", "qk_rope_head_dim"]
-    if layer_type == "full_attention":
-        names.insert(0, "global_head_dim")
-    for name in names:
-        if data.get(name) is not None:
-            return size(data, name, data[name])
+    name = class_head_dim_key(data, layer_type)
+    if name in data:
+        return size(data, name, data[name])
     hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
         fault(
             data, f"'head_dim' is missing and hidden_size / num_attention_heads is {hidden} / {heads}; pass head_dim="
         )
     return hidden // heads
+
+
+def class_head_dim_key(data: Mapping[str, Any], layer_type: str | None) -> str:
+    """What the configuration gives the width of a head by: a key, or the quotient of two."""
+    names = ["attention_head_dim", "head_dim", "kv_channels", "qk_rope_head_dim"]
+    if layer_type == "full_attention":
+        names.insert(0, "global_head_dim")
+    return next((name for name in names if data.get(name) is not None), "hidden_size / num_attention_heads")
 
 
 def class_axes(data: Mapping[str, Any]) -> tuple[str, list[int]] | tuple[None, None]:

@@ -33,7 +33,7 @@ def apply_rotary(q: Tensor, k: Tensor, tables: RotaryTables, *, interleaved: boo
         The rotated q and k, each in its own dtype: computed in FP32 (FP64 for FP64) and rounded once.
 
     Raises:
-        AttentionInputError: the tables are not FP32, require grad, or do not fit q and k.
+        AttentionInputError: the tables are none, not FP32, require grad, or do not fit q and k.
     """
     rotated = _apply({"q": q, "k": k}, tables, interleaved)
     return rotated[0], rotated[1]
@@ -45,6 +45,10 @@ def rotate_heads(x: Tensor, tables: RotaryTables, *, interleaved: bool) -> Tenso
 
 
 def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) -> list[Tensor]:
+    if not isinstance(tables, RotaryTables):
+        raise AttentionInputError(
+            f"tables must be RotaryTables, got {type(tables).__name__}; RotaryEmbedding(spec)(positions) makes them"
+        )
     cos, sin = tables.cos, tables.sin
     if cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
         raise AttentionInputError(

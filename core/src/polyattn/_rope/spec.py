@@ -156,8 +156,17 @@ class RopeSpec:
         variant, parameters = data["variant"], data["parameters"]
         if isinstance(variant, str) and isinstance(parameters, Mapping):
             # Here, and not left to the variant: what it would fill in must be written too.
-            defaults = _defaults(variant)
-            _refuse_keys(f"parameters of variant '{variant}'", set(defaults).intersection(parameters), (*defaults,))
+            unwritten = [repr(name) for name in _defaults(variant) if name not in parameters]
+            if unwritten:
+                fault = (
+                    f"parameters of variant '{variant}': {', '.join(unwritten)} must be written too, although building "
+                    f"a spec fills in the default, got {', '.join(map(repr, parameters)) or 'no parameters'}"
+                )
+                try:
+                    cls(**{name: data[name] for name in _FIELDS})
+                except RopeConfigError as error:
+                    fault += f"; and beside those: {error}"
+                raise RopeConfigError(fault)
         return cls(**{name: data[name] for name in _FIELDS})
 
     @classmethod
