@@ -332,6 +332,20 @@ def test_explain_for_one_backend_has_status_1_when_it_cannot(monkeypatch):
         ),
         (["explain", "causal", "--backend", "sdap"], "did you mean 'sdpa'?"),
         (["mask", "causal", "--row", "1"], "the layout has 1 batch rows, got row 1"),
+        (["mask", "causal", "--q-len", "1000000"], "65536 queries x 65536 keys, got 1000000 x 1000000; draw a shorter"),
+        (["mask", "causal", "--q-len", "0", "--kv-len", "99999999"], "got 0 x 99999999; draw a shorter one"),
+        (["mask", "packed", "--lengths", "1000000,2"], "got 1000002 x 1000002; draw a shorter one"),
+        (["mask", "full", "--q-len", "99999999999"], "Invalid value for '--q-len': 99999999999 is not in the range"),
+        (["mask", "packed", "--lengths", "9,99999999999"], "'9,99999999999' must add up to at most 2147483647"),
+        (
+            ["explain", "padded", "--lengths", "3,2", "--batch", "3"],
+            "Invalid value for --batch: must be the 2 batch rows of the layout, got 3; leave it out",
+        ),
+        (["explain", "padded", "--lengths", "3,2", "--batch", "1"], "must be the 2 batch rows of the layout, got 1"),
+        (
+            ["explain", "causal", "--backend", "sdpa", "--backend", "eager"],
+            "Invalid value for '--backend': must be given once, got sdpa, eager; without it all are asked",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_message_with_status_2(arguments, said):
@@ -363,3 +377,33 @@ def test_mask_writes_a_picture(tmp_path):
     result = polyattn("mask", "causal", "--out", tmp_path / "mask.png")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_by_its_path(tmp_path):
+    for name in ("no/folder.png", "picture.zzz"):
+        result = polyattn("mask", "causal", "--out", tmp_path / name)
+        assert result.exit_code == 2, result.output
+        assert f"--out cannot write {tmp_path / name}: " in result.stderr
+    assert polyattn("mask", "causal", "--out", tmp_path / "bare").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+def test_rows_of_one_layout_may_be_as_many_as_asked():
+    result = polyattn("explain", "padded", "--lengths", "3", "--kv-len", 4, "--batch", 3, "--backend", "eager")
+    assert result.exit_code == 0, result.output
+
+
+# check
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_check_that_left_everything_out_is_status_2(options):
+    result = polyattn("check", "eager", "--only", "window*", "--device", "xpu:7", *options)
+    assert result.exit_code == 2, result.output
+    assert "left out" in result.stdout
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert "Error: nothing was checked, all of 6 were left out: nothing runs on xpu:7: " in line
+
+
+def test_a_check_that_needs_no_kernel_is_enough_for_status_0():
+    assert polyattn("check", "fa", "--only", "attributes", "--device", "cpu").exit_code == 0

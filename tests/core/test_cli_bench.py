@@ -126,6 +126,15 @@ def test_every_feature_of_a_request_is_run():
         (["causal", "--backend", "eager", "--device", "meta"], "nothing is computed on meta"),
         (["causal", "--rounds", "0"], "0 is not in the range x>=1"),
         (["packed"], "the layout packed needs --lengths"),
+        (["padded", "--lengths", "3,2", "--batch", "3"], "must be the 2 batch rows of the layout, got 3"),
+        (["causal", "--q-len", "64", "--batch", "99999999999"], "Invalid value for '--batch': 99999999999 is not in"),
+        (["causal", "--heads", "99999999999"], "Invalid value for '--heads': 99999999999 is not in"),
+        (["causal", "--q-len", "64", "--batch", "2147483647", "--backend", "eager"], "and --batch is 2147483647; give"),
+        (
+            ["full", "--q-len", "2147483647", "--head-dim", "65536", "--backend", "eager"],
+            "must fit into the memory of cpu, and the number of queries is 2147483647; give a smaller one",
+        ),
+        (["causal", "--backend", "eager", "--device", "xpu:7"], "Invalid value for --device: xpu:7: "),
     ],
 )
 def test_bad_input_is_one_message_with_status_2(arguments, said):

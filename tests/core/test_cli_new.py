@@ -152,3 +152,9 @@ def test_what_is_written_is_named_with_the_next_steps(new, tmp_path):
     assert 'pip install --editable ".[test]"' in said
     assert "\n  polyattn check my_backend\n  pytest\n" in said
     assert "polyattn check" not in new("--rope", "spiral").output
+
+
+@pytest.mark.parametrize("name", ["spiral", "rope-spiral", "rope_spiral", "polyattn-rope-spiral", "polyattn-spiral"])
+def test_a_rope_variant_may_be_called_as_its_folder(name, new, tmp_path):
+    folder, _ = write(new, tmp_path, "--rope", name)
+    assert folder.name == "polyattn-rope-spiral"

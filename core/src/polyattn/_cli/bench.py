@@ -22,6 +22,7 @@ from polyattn._loading import brief
 from polyattn._registry import backends
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from polyattn._backend import AttentionBackend
@@ -150,6 +151,7 @@ def _tensors(layout: MaskLayout, request: AttentionRequest) -> dict[str, Tensor]
 
     if request.device.type == "meta":
         raise click.BadParameter("nothing is computed on meta; name a real device", param_hint="--device")
+    _refuse_device(request.device)
     shapes: dict[str, tuple[tuple[int, ...], bool]] = {
         "q": ((request.batch, request.heads, layout.q_len, request.head_dim), request.needs_grad),
         "k": ((request.batch, request.kv_heads, layout.kv_len, request.head_dim), request.needs_grad),
@@ -165,8 +167,31 @@ def _tensors(layout: MaskLayout, request: AttentionRequest) -> dict[str, Tensor]
             name: torch.randn(shape, generator=random).to(request.device, request.dtype).requires_grad_(grad)
             for name, (shape, grad) in shapes.items()
         }
+    except RuntimeError as error:
+        raise click.UsageError(f"{_too_large(layout, request)} ({brief(error)})") from error
+
+
+def _refuse_device(device: torch.device) -> None:
+    import torch
+
+    try:
+        torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
-        raise click.BadParameter(f"{request.device}: {brief(error)}", param_hint="--device") from error
+        raise click.BadParameter(f"{device}: {brief(error)}", param_hint="--device") from error
+
+
+def _too_large(layout: MaskLayout, request: AttentionRequest) -> str:
+    sizes = {
+        "--batch": request.batch,
+        "--heads": request.heads,
+        "--head-dim": request.head_dim,
+        "--v-head-dim": request.v_head_dim,
+        "the number of queries": layout.q_len,
+        "the number of keys": layout.kv_len,
+    }
+    largest = max(sizes, key=lambda name: sizes[name])
+    too_large = f"{largest} is {sizes[largest]}; give a smaller one"
+    return f"the tensors must fit into the memory of {request.device}, and {too_large}"
 
 
 def _setting(layout: MaskLayout, request: AttentionRequest, rounds: int) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from collections import Counter
 import click
 
 from polyattn._cli import plugins_print_to_stderr
+from polyattn._errors import PolyattnError
 
 # The kit lies on a higher floor than the other commands need; it is imported with the command, like torch.
-from polyattn.testing.runner import FAILED, STATUSES, Outcome, check_backend, start_trial
+from polyattn.testing.runner import FAILED, LEFT_OUT, STATUSES, Outcome, check_backend, start_trial
 
 
 @click.command("check")
@@ -22,7 +23,7 @@ from polyattn.testing.runner import FAILED, STATUSES, Outcome, check_backend, st
 def check(name: str, device: str | None, only: str, as_json: bool) -> None:
     """Check that the backend NAME honours or properly refuses everything.
 
-    Exit status 1 when a check failed.
+    Exit status 1 when a check failed, 2 when every one was left out, so that nothing is known.
     """
     outcomes = []
     with plugins_print_to_stderr():
@@ -40,6 +41,9 @@ def check(name: str, device: str | None, only: str, as_json: bool) -> None:
         _draw(name, where, outcomes, counts)
     if counts[FAILED]:
         sys.exit(1)
+    if counts[LEFT_OUT] == len(outcomes):
+        why = "; ".join(dict.fromkeys(outcome.detail for outcome in outcomes))
+        raise PolyattnError(f"nothing was checked, all of {len(outcomes)} were left out: {why}")
 
 
 def _draw(name: str, device: str, outcomes: list[Outcome], counts: Counter[str]) -> None:

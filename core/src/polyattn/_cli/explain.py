@@ -12,9 +12,15 @@ from polyattn._cli.question import ask, question_options
 from polyattn._registry import backends
 
 
+def _one(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> str:
+    if len(names) > 1:
+        raise click.BadParameter(f"must be given once, got {', '.join(names)}; without it all are asked")
+    return names[0] if names else "auto"
+
+
 @click.command()
 @question_options
-@click.option("--backend", default="auto", help="Ask this backend only.")
+@click.option("--backend", multiple=True, callback=_one, metavar="NAME", help="Ask this backend only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def explain(ctx: click.Context, /, backend: str, as_json: bool, **given: Any) -> None:

@@ -23,17 +23,25 @@ KINDS = {
 }
 
 
+#: A number of rows, heads or positions; positions are int32.
+LARGEST = 2**31 - 1
+COUNT = click.IntRange(0, LARGEST)
+
+
 def _ints(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
     try:
-        return None if value is None else [int(part) for part in value.split(",")]
+        numbers = None if value is None else [int(part) for part in value.split(",")]
     except ValueError:
         raise click.BadParameter(f"{value!r} must be whole numbers with commas between them, such as 3,5,8") from None
+    if numbers and sum(map(abs, numbers)) > LARGEST:
+        raise click.BadParameter(f"{value!r} must add up to at most {LARGEST}")
+    return numbers
 
 
 _OPTIONS = (
     click.argument("kind", type=click.Choice(list(KINDS))),
-    click.option("--q-len", type=click.IntRange(0), help="Queries."),
-    click.option("--kv-len", type=click.IntRange(0), help="Keys; the queries are the last of them."),
+    click.option("--q-len", type=COUNT, help="Queries."),
+    click.option("--kv-len", type=COUNT, help="Keys; the queries are the last of them."),
     click.option(
         "--lengths",
         callback=_ints,

@@ -7,6 +7,9 @@ from typing import Any
 import click
 
 from polyattn._cli.layouts import build, layout_options
+from polyattn._cli.picture import save
+
+_MOST = 65536  # queries and keys of a square mask: each pair is looked at, those of one line of cells at once
 
 
 @click.command()
@@ -23,8 +26,13 @@ def mask(row: int, out: str | None, **given: Any) -> None:
     layout = build(**given, default_len=16)
     if row >= layout.batch:
         raise click.BadParameter(f"the layout has {layout.batch} batch rows, got row {row}", param_hint="--row")
+    if max(layout.q_len, 64) * max(layout.kv_len, 64) > _MOST**2:
+        raise click.UsageError(
+            f"a mask that is drawn must have at most as many pairs as {_MOST} queries x {_MOST} keys, "
+            f"got {layout.q_len} x {layout.kv_len}; draw a shorter one"
+        )
     if out is None:
         click.echo(f"{layout.describe()}\n{layout.draw(batch=row)}")
         return
-    layout.plot(batch=row).savefig(out)
+    save(layout.plot(batch=row), out, "--out")
     click.echo(f"{layout.describe()}: written to {out}")

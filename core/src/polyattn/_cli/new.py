@@ -66,7 +66,9 @@ def new(name: str, rope: bool, into: Path, author: str | None) -> None:
 def _answers(given: str, rope: bool) -> dict[str, str]:
     """What the plugin, its class and its package are called."""
     group, noun, prefix = (ROPE, "RoPE variant", "polyattn-rope-") if rope else (BACKENDS, "backend", "polyattn-")
-    name = given.removeprefix(prefix).replace("-", "_")
+    name = given.replace("-", "_").removeprefix("polyattn_")
+    if rope:
+        name = name.removeprefix("rope_")
     fault = illegal_name(group, name)
     dist = prefix + "-".join(filter(None, name.split("_")))
     if name in FIRST_PARTY[group] or dist in _TAKEN:

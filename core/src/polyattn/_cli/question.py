@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from polyattn._cli.layouts import build, layout_options
+from polyattn._cli.layouts import COUNT, LARGEST, build, layout_options
 from polyattn._request import DTYPES
 
 if TYPE_CHECKING:
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _OPTIONS = (
-    click.option("--batch", type=click.IntRange(0), help="Batch rows; those of the layout unless given."),
-    click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="Query heads."),
-    click.option("--kv-heads", type=click.IntRange(1), help="Key/value heads; as many as query heads unless given."),
+    click.option("--batch", type=COUNT, help="Batch rows; those of the layout unless given."),
+    click.option("--heads", type=click.IntRange(1, LARGEST), default=8, show_default=True, help="Query heads."),
+    click.option(
+        "--kv-heads", type=click.IntRange(1, LARGEST), help="Key/value heads; as many as query heads unless given."
+    ),
     click.option(
         "--head-dim", type=click.IntRange(1), default=64, show_default=True, help="Width of queries and keys."
     ),
@@ -70,6 +72,11 @@ def ask(given: dict[str, Any]) -> tuple[MaskLayout, AttentionRequest]:
     except RuntimeError as error:
         raise click.BadParameter(str(error).splitlines()[0], param_hint="--device") from error
     request["dtype"] = getattr(torch, request["dtype"])
+    if request["batch"] is not None and layout.batch not in (1, request["batch"]):
+        raise click.BadParameter(
+            f"must be the {layout.batch} batch rows of the layout, got {request['batch']}; leave it out",
+            param_hint="--batch",
+        )
     for name, default in (("batch", layout.batch), ("kv_heads", request["heads"]), ("v_head_dim", request["head_dim"])):
         request[name] = default if request[name] is None else request[name]
     # Asking for the gradient of something asks for the thing.

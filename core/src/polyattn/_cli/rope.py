@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from polyattn._cli.picture import save
 from polyattn._errors import PolyattnError, RopeConfigError
 
 if TYPE_CHECKING:
     from polyattn import RopeSpec
 
 _LANES = 8
+_WIDTHS = ("head_dim", "attention_head_dim", "kv_channels", "qk_rope_head_dim", "global_head_dim")
 
 
 def _positions(_: click.Context, __: click.Parameter, given: str) -> list[int]:
@@ -43,13 +46,25 @@ def _positions(_: click.Context, __: click.Parameter, given: str) -> list[int]:
     "--plot", type=click.Path(dir_okay=False, writable=True), help="Draw wavelength per lane here (PNG, SVG)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the canonical specs as JSON and nothing else.")
+@click.pass_context
 def rope(
-    configs: tuple[str, ...], positions: list[int], length: int | None, plot: str | None, as_json: bool, **reading: Any
+    ctx: click.Context,
+    /,
+    configs: tuple[str, ...],
+    positions: list[int],
+    length: int | None,
+    plot: str | None,
+    as_json: bool,
+    **reading: Any,
 ) -> None:
     """Print the rotary spec of each CONFIG.json and a few of its angles.
 
     A file is the config.json of a transformers model, or a spec in canonical form.
     """
+    if as_json and ctx.get_parameter_source("positions") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--json prints no angles, so --at means nothing beside it; leave one of them out")
+    if as_json and length is not None and plot is None:
+        raise click.UsageError("--json prints no angles, so --length means nothing beside it; leave one of them out")
     specs = [(path, _read(path, reading)) for path in configs]
     if as_json:
         found = [spec.to_dict() for _, spec in specs]
@@ -74,6 +89,8 @@ def _read(path: str, reading: dict[str, Any]) -> RopeSpec:
         if isinstance(data, dict) and "schema_version" in data:
             _refuse_options(reading)
             return RopeSpec.from_dict(data)
+        if isinstance(data, dict):
+            _refuse_other_width(data, reading["head_dim"])
         return RopeSpec.from_hf(data, **reading)
     except RopeConfigError as error:
         raise RopeConfigError(f"{path}: {error}") from error
@@ -84,6 +101,13 @@ def _refuse_options(reading: dict[str, Any]) -> None:
     if asked:
         options = ", ".join("--halves" if reading[name] is False else f"--{name.replace('_', '-')}" for name in asked)
         raise RopeConfigError(f"it is in canonical form, which says everything; leave out {options}")
+
+
+def _refuse_other_width(data: dict[str, Any], head_dim: int | None) -> None:
+    said = {name: data[name] for name in _WIDTHS if data.get(name) is not None}
+    if head_dim is not None and said and head_dim not in said.values():
+        widths = ", ".join(f"'{name}' {width!r}" for name, width in said.items())
+        raise RopeConfigError(f"it says {widths}, which --head-dim {head_dim} contradicts; leave out --head-dim")
 
 
 def _draw_angles(spec: RopeSpec, positions: list[int], length: int | None) -> None:
@@ -125,7 +149,4 @@ def _draw_wavelengths(specs: list[tuple[str, RopeSpec]], plot: str, length: int 
         axes.plot(lanes, [2 * math.pi / turns[lane] for lane in lanes], label=f"{Path(path).stem}: {spec.variant}")
         axes.axhline(spec.max_position, linestyle=":", linewidth=0.8, color=axes.lines[-1].get_color())
     axes.legend()
-    try:
-        figure.savefig(plot, format=Path(plot).suffix[1:] or "png")
-    except (OSError, ValueError) as error:
-        raise PolyattnError(f"--plot cannot write {plot}: {error}") from error
+    save(figure, plot, "--plot")
