@@ -94,6 +94,10 @@ BAD_CONFIGS = {
         ["softcap: must be a positive", "window: must"],
     ),
     "a group for no layer": ({"groups": [{"layers": [9], "window": 3}], "stpes": 1}, ["groups[0].layers", "stpes is"]),
+    "a width of its own in a group": (
+        {"groups": [{"layers": [1], "window": 3}, {"layers": [0], "hidden_size": 64}, {"layers": [9], "window": 3}]},
+        ["groups[1].hidden_size must be that of the model, 32, got 64; leave it out", "groups[2].layers must lie"],
+    ),
     "wrong backend option": ({"backend_options": {"speed": 11}}, ["speed"]),
 }
 
@@ -143,8 +147,13 @@ def test_a_file_that_is_no_yaml_mapping_is_refused_by_name(tiny_lm, tmp_path, co
     assert str(path) in refused(tiny_lm("train", path, "--out", tmp_path / "out")).replace(" ", "")
 
 
-def test_a_missing_file_is_refused_by_name(tiny_lm, tmp_path):
-    assert "there.yaml" in refused(tiny_lm("train", tmp_path / "there.yaml", "--out", tmp_path / "out"))
+@pytest.mark.parametrize("command", ["train", "demo"])
+def test_a_missing_file_is_refused_by_name_before_anything_else(tiny_lm, tmp_path, command):
+    for name in ("checkpoint.pt", "loss.png"):
+        (tmp_path / name).write_text("mine")
+    message = refused(tiny_lm(command, tmp_path / "there.yaml", "--out", tmp_path))
+    assert "there.yaml' does not exist" in message
+    assert "--overwrite" not in message
 
 
 def test_a_broken_plugin_is_named_with_its_distribution(tiny_lm, settings, write_config, tmp_path):

@@ -104,7 +104,9 @@ def make_folder(out: Path) -> None:
         raise BadInput(f"--out {out} must be a folder that one may write to; give another --out")
 
 
-config_argument = click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path))
+config_argument = click.argument(
+    "config_path", metavar="CONFIG", type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
 out_option = click.option("--out", type=click.Path(path_type=Path), default=Path("out"), help="Folder for the results.")
 overwrite_option = click.option("--overwrite", is_flag=True, help="Start again, replacing results in the folder.")
 

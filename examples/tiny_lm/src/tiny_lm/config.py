@@ -104,7 +104,18 @@ def _attention(own: dict[str, Any], model: object) -> AttentionConfig:
         return AttentionConfig.from_dict(own)
     layers, _ = sizes.pop("layers"), sizes.pop("mlp_size")
     attention = AttentionConfig.from_dict(own | sizes)
-    attention.check_layers(layers)
+    width = sizes["hidden_size"]
+    problems = [
+        f"groups[{index}].hidden_size must be that of the model, {width}, got {group['hidden_size']!r}; leave it out"
+        for index, group in enumerate(own.get("groups", ()))
+        if group.get("hidden_size", width) != width
+    ]
+    try:
+        attention.check_layers(layers)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems))
     return attention
 
 
