@@ -52,7 +52,7 @@ def tensors(queries=QUERIES, keys=KEYS, v_width=WIDTH, kv_heads=KV_HEADS, scale=
 
 def attend(*arguments, layer=None, backend="eager", mask=None, **kwargs):
     output, weights = attention_forward(
-        layer or Layer(is_causal=True).eval(), *arguments, mask, backend=backend, **kwargs
+        layer or Layer(is_causal=True).eval(), *arguments, mask, polyattn_backend=backend, **kwargs
     )
     assert weights is None
     return output.transpose(1, 2)
@@ -95,7 +95,7 @@ def test_sdpa_of_transformers_ignores_what_ours_honours_or_refuses(ignored):
     arguments = (layer, q[:, :, :KEYS], k[:, :, :QUERIES], v[:, :, :QUERIES], None)
     theirs = [sdpa_attention_forward(*arguments, **extra)[0] for extra in ({}, ignored)]
     assert torch.equal(*theirs)
-    ours = [attention_forward(*arguments, backend="eager", **extra)[0] for extra in ({}, ignored)]
+    ours = [attention_forward(*arguments, polyattn_backend="eager", **extra)[0] for extra in ({}, ignored)]
     assert not torch.allclose(*ours, atol=1e-2)
 
 
@@ -244,6 +244,8 @@ def test_a_keyword_that_may_change_numbers_is_refused(keyword):
 def test_an_unknown_keyword_given_to_a_model_is_refused():
     with pytest.raises(AttentionInputError, match="LlamaAttention passed temperature to its attention"):
         model_of("llama", "polyattn_eager")(ids(), temperature=0.5)
+    with pytest.raises(AttentionInputError, match="LlamaAttention passed backend to its attention"):
+        model_of("llama", "polyattn_eager")(ids(), backend="sdpa")
 
 
 @pytest.mark.parametrize("keyword", ["use_cache", "output_hidden_states", "num_items_in_batch", "return_dict"])

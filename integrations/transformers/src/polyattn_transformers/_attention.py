@@ -46,7 +46,7 @@ def attention_forward(
     value: Tensor,
     attention_mask: LayoutMask | Tensor | None,
     *,
-    backend: str,
+    polyattn_backend: str,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -68,7 +68,7 @@ def attention_forward(
         value: ``[B, Hkv, K, Dv]``.
         attention_mask: what :func:`layout_mask` returned; or ``Bool[B, 1|Hq, Q, K]``, True = may attend; or a floating
             tensor of that shape, which is added to the scores; or ``None``, which leaves it to ``is_causal``.
-        backend: name of the backend, bound when the implementation is registered.
+        polyattn_backend: name of the backend, bound when the implementation is registered.
         scaling: factor of the scores, ``D ** -0.5`` by default.
         dropout: probability of dropping a weight; acts while ``module.training``.
         softcap: ``c`` in ``c * tanh(scores / c)``.
@@ -92,7 +92,7 @@ def attention_forward(
     """
     if output_attentions:
         raise UnsupportedAttentionError(
-            f"polyattn_{backend}",
+            f"polyattn_{polyattn_backend}",
             [
                 Reason(
                     "no_weights",
@@ -129,7 +129,7 @@ def attention_forward(
         softcap=softcap,
         deterministic=True if deterministic else None,
     )
-    chosen = loaded(backend)
+    chosen = loaded(polyattn_backend)
     if isinstance(attention_mask, LayoutMask):
         prepared = attention_mask.prepare(
             chosen, request, window=sliding_window, position_ids=position_ids, segments=segments

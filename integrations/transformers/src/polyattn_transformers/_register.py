@@ -112,7 +112,7 @@ def _check_arguments(model: object, name: object, options: object) -> None:
 def _add(name: str) -> str:
     """Register attention and mask function of one backend; neither can fail, so never one without the other."""
     implementation = PREFIX + name
-    AttentionInterface.register(implementation, functools.partial(attention_forward, backend=name))
+    AttentionInterface.register(implementation, functools.partial(attention_forward, polyattn_backend=name))
     AttentionMaskInterface.register(implementation, layout_mask)
     return implementation
 
