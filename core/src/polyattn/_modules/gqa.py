@@ -248,21 +248,23 @@ class GroupedQueryAttention(nn.Module):
         if not read.autocast:
             check_dtype(hidden, parts["qkv_proj" if self.fused_qkv else "q_proj"])
         q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
+        spec = self.kind.spec
+        norm, width, v_width = spec.qk_norm, spec.head_dim, spec.v_head_dim
+        early = norm if norm is not None and norm.position == "before" else None
+        late = norm if early is None else None
         q, k, v = self._project(hidden)
-        q, k, v = self._by_head(q, q_norm), self._by_head(k, k_norm), self._values(v)
+        q, k, v = _by_head(q, width, q_norm, early), _by_head(k, width, k_norm, early), _by_head(v, v_width)
         if tables is not None and rotary is not None:
             q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
-        norm = self.spec.qk_norm
-        late = norm if norm is not None and norm.position == "after" else None
         if late is not None:
             q, k = _normed_late(q, q_norm, late), _normed_late(k, k_norm, late)
         if kv_hidden is not None:
             context_k, context_v = self._project_context(kv_hidden)
-            context_k = self._by_head(context_k, k_norm)
+            context_k = _by_head(context_k, width, k_norm, early)
             if context_tables is not None and rotary is not None:
                 context_k = rotate_heads(context_k, context_tables, interleaved=rotary.spec.interleaved)
             k = torch.cat((context_k if late is None else _normed_late(context_k, k_norm, late), k), 2)
-            v = torch.cat((self._values(context_v), v), 2)
+            v = torch.cat((_by_head(context_v, v_width), v), 2)
         sinks = parts.get("sinks")
         result = prepared(q, k, v, bias=attention_bias, sinks=None if sinks is None else sinks.logits())
         output: Tensor = parts["o_proj"](result.output.transpose(1, 2).flatten(2))
@@ -295,20 +297,6 @@ class GroupedQueryAttention(nn.Module):
             return self.k_proj(hidden), self.v_proj(hidden)
         return keys_and_values(self.qkv_proj, hidden, self._widths)
 
-    def _by_head(self, x: Tensor, norm: nn.Module | None) -> Tensor:
-        """Queries or keys ``[B, S, H * D]`` as ``[B, H, S, D]``, normalised if that comes before the rotation."""
-        spec = self.spec
-        batch, length, width = x.shape
-        x = x.view(batch, length, width // spec.head_dim, spec.head_dim)
-        if norm is not None and spec.qk_norm is not None and spec.qk_norm.position == "before":
-            x = _normed(x, norm, spec.qk_norm)
-        return x.transpose(1, 2)
-
-    def _values(self, x: Tensor) -> Tensor:
-        """Values ``[B, S, G * V]`` as ``[B, G, S, V]``."""
-        batch, length, _ = x.shape
-        return x.view(batch, length, self.spec.num_kv_heads, self.spec.v_head_dim).transpose(1, 2)
-
 
 def _make_norm(spec: AttentionSpec, heads: int, made: dict[str, Any]) -> RMSNorm | None:
     norm = spec.qk_norm
@@ -316,6 +304,15 @@ def _make_norm(spec: AttentionSpec, heads: int, made: dict[str, Any]) -> RMSNorm
         return None
     width = spec.head_dim * (heads if norm.scope == "projection" else 1)
     return RMSNorm(width, eps=norm.eps, weighted=norm.weighted, **made)
+
+
+def _by_head(x: Tensor, width: int, norm: nn.Module | None = None, how: QKNorm | None = None) -> Tensor:
+    """``[B, S, H * width]`` as ``[B, H, S, width]``, normalised if that comes before the rotation."""
+    batch, length, whole = x.shape
+    x = x.view(batch, length, whole // width, width)
+    if norm is not None and how is not None:
+        x = _normed(x, norm, how)
+    return x.transpose(1, 2)
 
 
 def _normed_late(x: Tensor, norm: nn.Module | None, how: QKNorm) -> Tensor:
