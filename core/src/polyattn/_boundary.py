@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from polyattn._layout import MaskLayout
 
 
-def check_layout_type(layout: object) -> None:
+def check_layout_type(layout: object, name: str = "layout") -> None:
     """Refuse what is no layout, such as a raw mask, before anything is read off it.
 
     Raises:
@@ -28,9 +28,10 @@ def check_layout_type(layout: object) -> None:
     from polyattn._layout import MaskLayout
 
     if not isinstance(layout, MaskLayout):
+        got = repr(layout) if isinstance(layout, str) else type(layout).__name__
         raise LayoutError(
-            f"layout must be a MaskLayout, got {type(layout).__name__}; make one with MaskLayout.causal, packed, ..., "
-            "or MaskLayout.dense(mask) for a boolean mask"
+            f"{name} must be a MaskLayout, got {got}; MaskLayout.causal(length), MaskLayout.packed(lengths) and others "
+            "make one, of a boolean mask MaskLayout.dense(mask)"
         )
 
 

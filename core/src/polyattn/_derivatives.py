@@ -11,9 +11,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
+def transforming() -> bool:
+    """Whether a ``torch.func`` transform or forward-mode differentiation is at work."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # noqa: SLF001
+
+
 def refuse_transforms(backend: str) -> None:
     """Raise inside ``torch.func`` transforms and forward-mode differentiation."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:  # noqa: SLF001
+    if transforming():
         raise NotImplementedError(
             f"backend '{backend}' does not work inside torch.func transforms (grad, vmap, jvp) or forward-mode "
             "differentiation; use the backend 'eager' there"

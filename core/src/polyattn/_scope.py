@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from polyattn._backend import AttentionBackend, PreparedAttention, prepare
-from polyattn._errors import AttentionInputError, LayoutError
+from polyattn._boundary import check_layout_type
+from polyattn._errors import AttentionInputError
 from polyattn._layout import MaskLayout
 from polyattn._request import AttentionRequest
 from polyattn._rope import RotaryEmbedding, RotaryTables
@@ -47,9 +48,9 @@ class AttentionScope:
     def __init__(
         self, layout: MaskLayout, *, context_layout: MaskLayout | None = None, length: int | None = None
     ) -> None:
-        _check_layout("layout", layout)
+        check_layout_type(layout)
         if context_layout is not None:
-            _check_layout("context_layout", context_layout)
+            check_layout_type(context_layout, "context_layout")
         if length is not None and (
             isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0
         ):
@@ -142,18 +143,9 @@ class AttentionScope:
         for slot, known in enumerate(self._layouts):
             if known is layout:
                 return slot
-        _check_layout("layout", layout)
+        check_layout_type(layout)
         self._layouts.append(layout)
         return len(self._layouts) - 1
-
-
-def _check_layout(name: str, layout: object) -> None:
-    if not isinstance(layout, MaskLayout):
-        got = repr(layout) if isinstance(layout, str) else type(layout).__name__
-        raise LayoutError(
-            f"{name} must be a MaskLayout, got {got}; MaskLayout.causal(length), MaskLayout.packed(lengths) "
-            "and others make one"
-        )
 
 
 def _same_positions(known: Tensor, given: Tensor) -> bool:

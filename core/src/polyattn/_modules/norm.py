@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
+
+from polyattn._derivatives import transforming
 
 
 class RMSNorm(nn.Module):
@@ -48,7 +49,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., width]``; the dtype stays."""
-        if x.dtype in {torch.float32, torch.float64} or _is_watched():
+        if x.dtype in {torch.float32, torch.float64} or torch.compiler.is_compiling() or transforming():
             return _normalised(x, self.weight, self.eps)
         normalised: Tensor = _Low.apply(x, self.weight, self.eps)
         return normalised
@@ -62,15 +63,6 @@ def _normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     high = torch.promote_types(x.dtype, torch.float32)
     weight = None if weight is None else weight.to(high)
     return functional.rms_norm(x.to(high), x.shape[-1:], weight, eps).to(x.dtype)
-
-
-def _is_watched() -> bool:
-    """Whether a compiler, a transform or forward-mode differentiation wants plain operations."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()  # noqa: SLF001
-        or forward_ad._current_level >= 0  # noqa: SLF001
-    )
 
 
 class _Low(torch.autograd.Function):
