@@ -302,7 +302,7 @@ def test_positions_that_wrap_are_no_run():
     )
     layout = MaskLayout(q_len=2, kv_len=1, visibility=mask)
     assert rows(layout) == ["1", "0"]
-    assert layout.to_blocks()[1:].tolist() == [[0, 0, 1, 0, 1, 0, 0]]
+    assert layout.to_blocks()[1:].tolist() == [[0, 0, 1, 0, 1, 2**62, 0]]
 
 
 def test_inactive_holes_may_be_dead_rows_and_hide_keys():

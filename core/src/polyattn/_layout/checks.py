@@ -66,6 +66,16 @@ def check_ints(name: str, value: object, shape: str, ranks: Sequence[int]) -> No
     _check_rank(name, value, f"Int{shape}", ranks)
 
 
+def check_positions(q: Tensor | None, k: Tensor | None) -> None:
+    """Refuse positions of keys without those of queries, and two dtypes."""
+    if q is None and k is not None:
+        raise LayoutError("kv_positions must come with q_positions, got kv_positions alone; give both")
+    if q is not None and k is not None and q.dtype is not k.dtype:
+        raise LayoutError(
+            f"q_positions and kv_positions must share one dtype, got {q.dtype} and {k.dtype}; cast one of them"
+        )
+
+
 def _check_tensor(name: str, value: object, wanted: str) -> None:
     if not isinstance(value, Tensor):
         raise LayoutError(f"{name} must be a tensor {wanted}, got {type(value).__name__}")
