@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from polyattn._layout import MaskLayout, StructuredMask
 from polyattn._request import AttentionRequest, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+#: The words for what a StructuredMask has, each with the fields that it stands for.
+STRUCTURE: dict[str, tuple[str, ...]] = {
+    "causal": ("causal",),
+    "window": ("window",),
+    "padded": ("kv_valid",),
+    "packed": ("q_segments", "kv_segments"),
+    "prefix_lm": ("prefix_lengths",),
+    "chunked": ("chunk_size",),
+    "positions": ("q_positions", "kv_positions"),
+}
 
 
 def features_of(layout: MaskLayout, request: AttentionRequest) -> dict[str, str]:
@@ -32,26 +46,28 @@ def missing_abilities(
     )
 
 
+def _shown(mask: StructuredMask, fields: tuple[str, ...]) -> str:
+    """The fields that are set, with the values of those that have one number for all."""
+    values = {name: getattr(mask, name) for name in fields if name in mask.given()}
+    return " and ".join(name if isinstance(x, (Tensor, bool)) else f"{name} {x}" for name, x in values.items())
+
+
 def _of_layout(layout: MaskLayout) -> Iterator[tuple[str, str]]:
     mask = layout.visibility
-    if isinstance(mask, StructuredMask):
-        yield ("causal", "causal mask") if mask.causal else ("full", "mask without causality")
-        if mask.window is not None:
-            yield "window", f"window {mask.window}"
-        if mask.kv_valid is not None:
-            yield "padded", "kv_valid"
-        if mask.q_segments is not None or mask.kv_segments is not None:
-            yield "packed", "segments"
-        if mask.prefix_lengths is not None:
-            yield "prefix_lm", "prefix_lengths"
-        if mask.chunk_size is not None:
-            yield "chunked", f"chunk_size {mask.chunk_size}"
-        if mask.q_positions is not None or mask.kv_positions is not None:
-            yield "positions", "explicit positions"
-    elif callable(mask):
-        yield "mask_mod", getattr(mask, "__name__", type(mask).__name__)
-    else:
+    if isinstance(mask, Tensor):
         yield "dense", f"Bool{list(mask.shape)}"
+    elif isinstance(mask, StructuredMask):
+        given = mask.given()
+        if "causal" not in given:
+            yield "full", "mask without causality"
+        for word, fields in STRUCTURE.items():
+            if not given.isdisjoint(fields):
+                yield word, _shown(mask, fields)
+        # A field without a word is a word itself, which backends do not declare, so that they refuse it.
+        for name in sorted(given.difference(*STRUCTURE.values())):
+            yield name, _shown(mask, (name,))
+    else:
+        yield "mask_mod", getattr(mask, "__name__", type(mask).__name__)
     if layout.heads > 1:
         yield "per_head_mask", f"{layout.heads} masks"
     if layout.active_queries is not None:

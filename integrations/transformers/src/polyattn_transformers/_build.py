@@ -14,6 +14,10 @@ from polyattn_transformers._documents import readable
 from polyattn_transformers._pattern import MaskFunction, Pattern
 
 
+#: The conditions of a pattern that :func:`layout_of` can express.
+_HANDLED = frozenset(("causal", "window", "chunk", "valid", "documents", "blocks", "opaque"))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Span:
     """Which absolute indices one call covers.
@@ -78,7 +82,7 @@ def layout_of(pattern: Pattern, span: Span, padding: Tensor | None) -> MaskLayou
         padding: ``Bool[B, K]`` over the keys of the call, True where a token is, or ``None``.
     """
     blocks = None if pattern.blocks is None else _block_positions(pattern.blocks, pattern.documents)
-    if pattern.blocks is not None and blocks is None:
+    if not pattern.given() <= _HANDLED or (pattern.blocks is not None and blocks is None):
         # Blocks that are not runs, or whose values nobody may read here, have no structured form.
         pattern = Pattern.unread(pattern.function)
     q_positions, kv_positions = _positions(pattern, span, blocks)

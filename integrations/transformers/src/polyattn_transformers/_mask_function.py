@@ -80,7 +80,7 @@ def _handed_back(mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
 def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask:
     check_size(packed, span.batch, span.q_len, span.kv_len)
     packed = packed.to(span.device)
-    simple = not (pattern.chunk or pattern.valid or pattern.opaque) and pattern.blocks is pattern.documents is None
+    simple = pattern.given() <= {"causal", "window"}
     layout = packed.layouts[pattern.causal and simple].with_window(pattern.window if simple else None)
     if not simple:
         layout = layout & layout_of(pattern, span, None)

@@ -44,6 +44,11 @@ class Pattern:
     blocks: Tensor | None = None
     opaque: tuple[MaskFunction, ...] = ()
 
+    def given(self) -> frozenset[str]:
+        """The conditions that are there, by name."""
+        fields = (field for field in dataclasses.fields(self) if field.name != "function")
+        return frozenset(field.name for field in fields if getattr(self, field.name) is not field.default)
+
     @classmethod
     def unread(cls, function: MaskFunction) -> Pattern:
         """The pattern that says no more than the function itself."""

@@ -9,8 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyattn import AttentionRequest, AttentionResult, BackendBase, MaskLayout, PreparedAttention
-from polyattn._request import FEATURES
 
+ABILITIES = frozenset(
+    (
+        *("float64", "float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm"),
+        *("chunked", "positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width"),
+        *("bias", "bias_grad", "softcap", "sinks", "lse", "lse_grad", "grad", "dropout", "deterministic"),
+        "second_order",
+    )
+)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blocked:
@@ -51,7 +58,7 @@ class EagerBackend(BackendBase):
     """The backend ``eager``: on ordinary rows bit-equal to the eager attention of transformers."""
 
     name = "eager"
-    abilities = frozenset(FEATURES)
+    abilities = ABILITIES
 
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> EagerState:
         """Materialise the mask."""

@@ -12,11 +12,14 @@ import sys
 import torch
 
 from polyattn import AttentionRequest, MaskLayout, Reason
-from polyattn._request import MASKS
 from polyattn_flex._options import FlexOptions
 
 COMPILED_CPU = frozenset(
-    {*MASKS, "float32", "bfloat16", "float16", "gqa", "unequal_width", "bias", "softcap", "deterministic"}
+    (
+        *("float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked"),
+        *("positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width", "bias"),
+        *("softcap", "deterministic"),
+    )
 )
 COMPILED_CUDA = COMPILED_CPU | {"grad", "bias_grad", "lse", "lse_grad", "sinks"}
 UNCOMPILED = COMPILED_CUDA | {"float64"}

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from polyattn import (
-    FEATURES,
     AttentionRequest,
     AttentionResult,
     BackendBase,
@@ -22,6 +21,14 @@ from polyattn import (
 )
 from polyattn_sdpa._ops import fused
 from polyattn_sdpa._tiles import additive
+
+ABILITIES = frozenset(
+    (
+        *("float64", "float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm"),
+        *("chunked", "positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width"),
+        *("bias", "bias_grad", "sinks", "lse", "lse_grad", "grad", "dropout", "deterministic"),
+    )
+)
 
 #: A positive factor below it is none in FP32.
 _TINY = torch.finfo(torch.float32).tiny
@@ -59,7 +66,7 @@ class SdpaBackend(BackendBase):
     """torch's fused scaled-dot-product attention, lowered by structure."""
 
     name = "sdpa"
-    abilities = frozenset(FEATURES) - {"softcap", "second_order"}
+    abilities = ABILITIES
 
     def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
         """The math path returns no LSE, so nothing that needs one goes with it."""
@@ -189,8 +196,7 @@ def _is_one_call(layout: MaskLayout, request: AttentionRequest) -> bool:
     mask = layout.visibility
     if not isinstance(mask, StructuredMask) or layout.active_queries is not None or layout.heads > 1:
         return False
-    structure = (mask.kv_valid, mask.q_positions, mask.kv_positions, mask.q_segments, mask.kv_segments)
-    if any(x is not None for x in (*structure, mask.prefix_lengths, mask.chunk_size, mask.window)):
+    if not mask.given() <= {"causal"}:
         return False
     if mask.causal and layout.q_len != layout.kv_len:
         return False
