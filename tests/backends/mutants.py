@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from polyattn import AttentionRequest, AttentionResult, MaskLayout, PreparedAttention, StructuredMask
+from polyattn import FEATURES, AttentionRequest, AttentionResult, MaskLayout, PreparedAttention, StructuredMask
 from polyattn_eager import EagerBackend, EagerState
 from polyattn_eager._backend import Blocked
 
@@ -578,6 +578,20 @@ class UnequalBackwards(Mutant):
             calls = []
             result.output.register_hook(lambda grad: calls.append(None) or grad * len(calls))
         return result
+
+
+class UnknownFieldIgnored(Mutant):
+    caught_by = ("unknown_field[causal]", "unknown_field[full]", "unknown_field[window]")
+
+    def unsupported(self, layout, request):
+        return tuple(reason for reason in super().unsupported(layout, request) if reason.feature in FEATURES)
+
+    def layout(self, layout):
+        mask = layout.visibility
+        if not isinstance(mask, StructuredMask):
+            return layout
+        known = {field.name: getattr(mask, field.name) for field in dataclasses.fields(StructuredMask)}
+        return dataclasses.replace(layout, visibility=StructuredMask(**known))
 
 
 MUTANTS = Mutant.__subclasses__()

@@ -31,6 +31,11 @@ Device = torch.device | str
 ROW_BLOCK = 2**22
 
 
+def _everything() -> StructuredMask:
+    # Neither one object for all layouts nor the class: torch.compile traces a function here.
+    return StructuredMask()
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LayoutBase:
     """The fields of a layout and the questions to it; :class:`MaskLayout` adds constructors and operations."""
@@ -39,7 +44,7 @@ class LayoutBase:
     kv_len: int
     batch: int = cast("int", None)  # read off the tensors
     heads: int = cast("int", None)
-    visibility: Visibility = dataclasses.field(default_factory=StructuredMask)
+    visibility: Visibility = dataclasses.field(default_factory=_everything)
     active_queries: Tensor | None = None
     validate: dataclasses.InitVar[bool] = True
     q_positions: Tensor | None = None

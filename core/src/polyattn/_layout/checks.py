@@ -170,11 +170,13 @@ def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool
     if isinstance(index, Tensor):
         check_ints("index", index, "[N]", (1,))
         values = read("index", index, validate=validate).values
+        ends = [] if values is None or values.numel() == 0 else [int(values.min()), int(values.max())]
     else:
-        index = values = torch.tensor(ints("index", index), dtype=torch.int64, device="cpu")
-    if values is not None and values.numel() and not 0 <= int(values.min()) <= int(values.max()) < size:
+        ends = ints("index", index)
+        index = values = torch.tensor(ends, dtype=torch.int64, device="cpu")
+    if ends and not 0 <= min(ends) <= max(ends) < size:
         raise LayoutError(
-            f"index must lie in 0 .. {size - 1}, got {int(values.min())} .. {int(values.max())}; "
+            f"index must lie in 0 .. {size - 1}, got {min(ends)} .. {max(ends)}; "
             "negative numbers do not count from the end"
         )
     return index, values, index.shape[0]

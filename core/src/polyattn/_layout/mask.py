@@ -225,8 +225,14 @@ class MaskLayout(LayoutBase):
         """
         check_bool("mask", mask, "[B|1, H|1, Q, K] or [Q, K]", (2, 4))
         four = mask if mask.dim() == 4 else mask[None, None]
-        places = {"q_positions": q_positions, "kv_positions": kv_positions}
-        return cls(four.shape[2], four.shape[3], visibility=four, active_queries=active_queries, **places)
+        return cls(
+            four.shape[2],
+            four.shape[3],
+            visibility=four,
+            active_queries=active_queries,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+        )
 
     @classmethod
     def from_drop_mask(cls, mask: Tensor, **rest: Tensor | None) -> MaskLayout:
@@ -259,10 +265,12 @@ class MaskLayout(LayoutBase):
         the result serves every batch row or head. ``q_positions`` and ``kv_positions`` are those of :meth:`dense`.
         """
         check_mod(mask_mod)
-        tensors = {"active_queries": active_queries, "q_positions": q_positions, "kv_positions": kv_positions}
-        rows = max((x.shape[0] for x in tensors.values() if isinstance(x, Tensor) and x.dim() == 2), default=1)
+        tensors = (active_queries, q_positions, kv_positions)
+        rows = max((x.shape[0] for x in tensors if isinstance(x, Tensor) and x.dim() == 2), default=1)
         wide = cls(q_len, kv_len, batch, heads, visibility=mask_mod).expand(rows if batch == 1 else batch)
-        return cls(q_len, kv_len, wide.batch, heads, wide.visibility, **tensors)
+        return dataclasses.replace(
+            wide, active_queries=active_queries, q_positions=q_positions, kv_positions=kv_positions
+        )
 
     @classmethod
     def _structured(

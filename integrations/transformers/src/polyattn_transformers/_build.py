@@ -13,7 +13,6 @@ from polyattn import LayoutError, MaskLayout, StructuredMask
 from polyattn_transformers._documents import readable
 from polyattn_transformers._pattern import MaskFunction, Pattern
 
-
 #: The conditions of a pattern that :func:`layout_of` can express.
 _HANDLED = frozenset(("causal", "window", "chunk", "valid", "documents", "blocks", "opaque"))
 

@@ -19,6 +19,7 @@ ABILITIES = frozenset(
     )
 )
 
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blocked:
     """Which scores, queries and keys take no part.
