@@ -299,12 +299,25 @@ class MaskLayout(LayoutBase):
         visibility = pinned(self.visibility, 1, self.heads)
         return self._with(batch=batch, visibility=visibility, _known=self._facts()._replace(lowered=None))
 
-    def with_window(self, window: int | None) -> MaskLayout:
-        """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged."""
+    def with_window(
+        self, window: int | None, *, q_positions: Tensor | None = None, kv_positions: Tensor | None = None
+    ) -> MaskLayout:
+        """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged.
+
+        Args:
+            window: how many positions a query sees in each direction, its own included.
+            q_positions: ``Int[B|1, Q]``, by which distances are measured where the layout does not say itself where its
+                queries stand: a dense mask or ``mask_mod`` without positions, or a structure that compares none (full,
+                padding or documents both ways). By default the queries are the last positions.
+            kv_positions: ``Int[B|1, K]``, likewise.
+        """
         check_window(window)
         if window is None:
             return self
         mask = self.visibility
+        if q_positions is not None and not operations.is_placed(self):
+            band = StructuredMask(window=window, q_positions=q_positions, kv_positions=kv_positions)
+            return self & MaskLayout(self.q_len, self.kv_len, visibility=band)
         if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
             if mask.window is not None and mask.window <= window:
                 return self

@@ -103,6 +103,35 @@ def places(layout: LayoutBase) -> tuple[Tensor, Tensor] | None:
     return None if holder.q_positions is None else positions(holder, layout.q_len, layout.kv_len, layout.device)
 
 
+def is_placed(layout: LayoutBase) -> bool:
+    """Whether the layout says itself where its queries and keys stand."""
+    mask = layout.visibility
+    return places(layout) is not None or (isinstance(mask, StructuredMask) and mask.positional)
+
+
+def steps_by_one(layout: LayoutBase, at: Tensor) -> Tensor | None:
+    """Whether distances of the indices and of the positions are equal for all who may see each other.
+
+    Args:
+        layout: of tokens that attend to themselves.
+        at: ``Int[B|1, S]``, their positions.
+
+    Returns:
+        A Bool scalar; ``None`` where the layout is no structure, or not one of these tokens with themselves.
+    """
+    mask = layout.visibility
+    if not isinstance(mask, StructuredMask) or mask.q_segments is not mask.kv_segments:
+        return None
+    if not layout.q_len == layout.kv_len == at.shape[1]:
+        return None
+    fine = at.diff(dim=1) == 1
+    if mask.kv_segments is not None:
+        fine = fine | (mask.kv_segments.diff(dim=1) != 0)
+    if mask.kv_valid is not None:
+        fine = fine | ~(mask.kv_valid[:, 1:] & mask.kv_valid[:, :-1])
+    return fine.all()
+
+
 def _structured(
     a: StructuredMask, b: StructuredMask, a_host: Host | None, b_host: Host | None
 ) -> tuple[StructuredMask | None, Host | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
@@ -34,7 +35,7 @@ def from_cu_seqlens(cu_seqlens: Ints, kv_len: int | None, *, validate: bool) -> 
     if rows is not None:
         if any(row[0] != 0 for row in rows):
             raise LayoutError(f"cu_seqlens must start at 0, got {[row[0] for row in rows]}")
-        if any(after < before for row in rows for before, after in zip(row, row[1:], strict=False)):
+        if any(after < before for row in rows for before, after in itertools.pairwise(row)):
             raise LayoutError(f"cu_seqlens must never decrease, got {rows}; lengths go into lengths=")
         kv_len = _common_total("cu_seqlens", "end at", [row[-1] for row in rows], kv_len)
     return _segments("cu_seqlens", table.map(lambda offsets: offsets[:, 1:]), kv_len)
