@@ -69,7 +69,7 @@ def cells(layout: LayoutBase, batch: int, head: int, size: int) -> Tensor:
     for start, stop in bounds:
         rows = layout.dense_rows(start, stop)
         row = rows[batch % rows.shape[0], head % rows.shape[1]].float().mean(0).cpu()
-        parts.append(torch.stack([row[a:b].mean() for a, b in _bounds(layout.kv_len, size)])[None])
+        parts.append(torch.tensor([[float(row[a:b].mean()) for a, b in _bounds(layout.kv_len, size)]], device="cpu"))
     return torch.cat(parts)
 
 
@@ -96,6 +96,6 @@ def plot(layout: LayoutBase, batch: int, head: int, size: int) -> Figure:
         raise PolyattnError("plot() needs matplotlib, got none; install it with pip install 'polyattn[viz]'") from error
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(title=layout.describe(), xlabel="key", ylabel="query")
-    extent = (-0.5, layout.kv_len - 0.5, layout.q_len - 0.5, -0.5)
+    extent = (-0.5, max(layout.kv_len, 1) - 0.5, max(layout.q_len, 1) - 0.5, -0.5)
     axes.imshow(cells(layout, batch, head, size).numpy(), vmin=0, vmax=1, cmap="Blues", extent=extent)
     return figure

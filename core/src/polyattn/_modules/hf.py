@@ -168,6 +168,32 @@ def write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, An
     return data
 
 
+def check_same(spec: AttentionSpec, config: Any, layer: int, *, convention: str) -> None:
+    """Refuse a layer of another structure than the configuration describes; dropout changes no weight's meaning.
+
+    Raises:
+        ConfigError: names every field that differs.
+    """
+    want = read_spec(config, layer, convention=convention)
+    ours, theirs = (dataclasses.replace(x, dropout=0.0, scale=_scale(x)).to_dict() for x in (spec, want))
+    pairs = {name: (ours[name], theirs[name]) for name in ours}
+    for name, (one, other) in list(pairs.items()):
+        if isinstance(one, dict) and isinstance(other, dict):
+            del pairs[name]
+            pairs |= {f"{name}.{key}": (one.get(key), other.get(key)) for key in one | other}
+    differ = [f"{name} {one!r} instead of {other!r}" for name, (one, other) in pairs.items() if one != other]
+    if differ:
+        raise ConfigError(
+            f"the layer must be as the configuration describes layer {layer}, got {'; '.join(differ)}; build it with "
+            "GroupedQueryAttention.from_spec(AttentionSpec.from_hf(config, layer=...)), give the convention= that it "
+            "was read with, or load weights into another structure with load_state_dict"
+        )
+
+
+def _scale(spec: AttentionSpec) -> float:
+    return spec.head_dim**-0.5 if spec.scale is None else spec.scale
+
+
 def read_weights(state: Mapping[str, Tensor], config: Any, layer: int) -> dict[str, Tensor]:
     """See :meth:`GroupedQueryAttention.load_hf_weights`."""
     data = _dictionary(config)
