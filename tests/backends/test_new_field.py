@@ -13,7 +13,7 @@ import pytest
 
 import polyattn
 from polyattn import FEATURES, AttentionRequest, LayoutError, MaskLayout, StructuredMask
-from polyattn._features import STRUCTURE, features_of
+from polyattn._features import WORDS, features_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 #: What a new field takes: a line in the mask, one in the formula, one word in the list, and what the word stands for.
@@ -26,9 +26,7 @@ CHANGES = {
         ),
     },
     "_request.py": {'    "chunked",\n': '    "chunked",\n    "dilation",\n'},
-    "_features.py": {
-        '    "chunked": ("chunk_size",),\n': '    "chunked": ("chunk_size",),\n    "dilation": ("dilation",),\n'
-    },
+    "_features.py": {'    "chunk_size": "chunked",\n': '    "chunk_size": "chunked",\n    "dilation": "dilation",\n'},
 }
 
 
@@ -85,7 +83,7 @@ def test_the_words_that_layouts_use_and_the_listed_features_are_the_same():
     ids = torch.zeros(1, 4, dtype=torch.int32)
     everything = {"causal": True, "window": 2, "chunk_size": 2, "kv_valid": active, "prefix_lengths": ids[:, 0]}
     masks = [StructuredMask(), StructuredMask(**everything, q_segments=ids, kv_segments=ids, q_positions=ids)]
-    assert masks[1].given() == {name for fields in STRUCTURE.values() for name in fields} - {"kv_positions"}
+    assert masks[1].given() == WORDS.keys() - {"kv_positions"}
     layouts = [MaskLayout(4, 4, visibility=mask, active_queries=active) for mask in masks]
     layouts += [MaskLayout.dense(active.expand(1, 2, 4, 4)), MaskLayout.from_mod(_all, q_len=4, kv_len=4)]
     request = AttentionRequest(

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-#: The words for what a StructuredMask has, each with the fields that it stands for.
-STRUCTURE: dict[str, tuple[str, ...]] = {
-    "causal": ("causal",),
-    "window": ("window",),
-    "padded": ("kv_valid",),
-    "packed": ("q_segments", "kv_segments"),
-    "prefix_lm": ("prefix_lengths",),
-    "chunked": ("chunk_size",),
-    "positions": ("q_positions", "kv_positions"),
+#: The word for each field of a StructuredMask.
+WORDS = {
+    "causal": "causal",
+    "window": "window",
+    "kv_valid": "padded",
+    "q_segments": "packed",
+    "kv_segments": "packed",
+    "prefix_lengths": "prefix_lm",
+    "chunk_size": "chunked",
+    "q_positions": "positions",
+    "kv_positions": "positions",
 }
 
 
@@ -46,28 +48,26 @@ def missing_abilities(
     )
 
 
-def _shown(mask: StructuredMask, fields: tuple[str, ...]) -> str:
-    """The fields that are set, with the values of those that have one number for all."""
-    values = {name: getattr(mask, name) for name in fields if name in mask.given()}
-    return " and ".join(name if isinstance(x, (Tensor, bool)) else f"{name} {x}" for name, x in values.items())
-
-
 def _of_layout(layout: MaskLayout) -> Iterator[tuple[str, str]]:
-    mask = layout.visibility
+    mask: object = layout.visibility
     if isinstance(mask, Tensor):
         yield "dense", f"Bool{list(mask.shape)}"
     elif isinstance(mask, StructuredMask):
         given = mask.given()
         if "causal" not in given:
             yield "full", "mask without causality"
-        for word, fields in STRUCTURE.items():
-            if not given.isdisjoint(fields):
-                yield word, _shown(mask, fields)
         # A field without a word is a word itself, which backends do not declare, so that they refuse it.
-        for name in sorted(given.difference(*STRUCTURE.values())):
-            yield name, _shown(mask, (name,))
-    else:
+        words: dict[str, list[str]] = {}
+        for name in sorted(given):
+            value = getattr(mask, name)
+            text = name if isinstance(value, (Tensor, bool)) else f"{name} {value}"
+            words.setdefault(WORDS.get(name, name), []).append(text)
+        for word, texts in words.items():
+            yield word, " and ".join(texts)
+    elif callable(mask):
         yield "mask_mod", getattr(mask, "__name__", type(mask).__name__)
+    else:
+        yield type(mask).__name__, "a description of another kind"
     if layout.heads > 1:
         yield "per_head_mask", f"{layout.heads} masks"
     if layout.active_queries is not None:

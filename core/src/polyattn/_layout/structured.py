@@ -98,9 +98,9 @@ class StructuredMask:
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
     def given(self) -> frozenset[str]:
-        """The names of the fields that are set, those that a reader does not know included."""
-        fields = dataclasses.fields(self)
-        return frozenset(field.name for field in fields if getattr(self, field.name) is not field.default)
+        """The names of the fields that are set (to anything but ``None`` and False), unknown to a reader or not."""
+        names = self.__dataclass_fields__
+        return frozenset([name for name in names if (value := getattr(self, name)) is not None and value is not False])
 
     def replace(self, **changes: Any) -> StructuredMask:
         """The same mask with other values of some fields."""
