@@ -44,10 +44,14 @@ def backward(
     mask: Tensor | None,
     causal: bool,
     scale: float,
+    upcast: bool = False,
 ) -> Grads:
-    """Gradients into q, k and v from those of the output and, if given, of the LSE."""
+    """Gradients into q, k and v from those of the output and, if given, of the LSE; computed in FP32 if ``upcast``."""
     if q.device.type != "cpu":
         return _portable_backward(grad, grad_lse, q, k, v, output, lse, mask, causal, scale)
+    if upcast:
+        grad, q, k, v, output = (x.float() for x in (grad, q, k, v, output))
+        mask = None if mask is None else mask.float()
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     low = accumulation_dtype(q.dtype) is not q.dtype
     if low and group > 1:
