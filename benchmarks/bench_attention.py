@@ -194,7 +194,7 @@ def overhead(rounds):
 
 
 def peak_of(qkv, layout, grad, backend=SDPA):
-    """Peak growth of the process in bytes, q, k, v and the output's gradient counted, and its ratio to what must be held.
+    """Peak growth of the process in bytes, q, k, v and the output's gradient counted, and its ratio to what is held.
 
     That is twice their size: q, k, v, the output, and a gradient of each.
     """
