@@ -55,6 +55,13 @@ def score_mod(softcap: float | None, bias: Tensor | None, level: Tensor | None =
     return changed
 
 
+def live_rows(mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor | None, kv_len: int) -> Tensor:
+    """Which queries see a key, ``Bool[B|1, H|1, Q]``."""
+    if bias is not None:
+        return ~row_peak(mask, bias, kv_len).isneginf()
+    return (mask[1] > mask[0]).unsqueeze(1) if isinstance(mask, tuple) else mask.any(-1)
+
+
 def row_peak(mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor, kv_len: int) -> Tensor:
     """The highest bias that each query sees, ``[B|1, H|1, Q]``; ``-inf`` where mask and bias block all keys."""
     if isinstance(mask, tuple):

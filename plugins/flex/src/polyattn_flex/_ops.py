@@ -6,12 +6,14 @@ compiled by itself, whatever surrounds it. It is inference only.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from polyattn_flex._blocks import Blocks
 from polyattn_flex._kernels import compiled
-from polyattn_flex._mods import Mask
+from polyattn_flex._mods import live_rows
 
 #: A partition that no tile divides keeps torch from its decode kernel, which gives wrong numbers for a row whose
 #: scores are very negative in one tile and masked in another.
@@ -48,7 +50,7 @@ def _infer_op(
     softcap: float | None,
     limit: int,
 ) -> Tensor:
-    kept: Mask = mask[0] if len(mask) == 1 else (mask[0], mask[1])
+    kept: tuple[Tensor, Tensor] | Tensor = mask[0] if len(mask) == 1 else (mask[0], mask[1])
     # Whether autograd or autocast is on would make another kernel of the same code.
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         output, _ = compiled(
@@ -64,6 +66,10 @@ def _infer_op(
             limit=limit,
             kernel_options=_NO_DECODE,
         )
+    # The kernel takes a row of NaN for one that sees nothing. The sum is the cheapest look at all of q.
+    if not math.isfinite(q.sum(dtype=torch.float32)):
+        rows = ~q.isfinite().all(-1) & live_rows(kept, bias, k.shape[2])
+        output = torch.where(rows.unsqueeze(-1), torch.nan, output)
     return _as(q, output)
 
 

@@ -20,6 +20,7 @@ from polyattn import (
     StructuredMask,
     apply_sinks,
 )
+from polyattn_sdpa._kernels import FEW_KEYS
 from polyattn_sdpa._ops import fused
 from polyattn_sdpa._options import SdpaOptions
 from polyattn_sdpa._tiles import additive
@@ -37,7 +38,7 @@ class SdpaPlan:
     Attributes:
         path: ``plain`` is one call of ``scaled_dot_product_attention``; ``tiles`` walks ``blocks``; ``dense`` is one
             fused call under ``mask``; ``math`` is torch's quadratic path, for a bias under gradients and for dropout.
-        causal: flag of the plain call.
+        causal: flag of the plain call, which has a ``mask`` instead where keys are few.
         per_row: whether blocks name batch rows.
         window: of the blocks.
         blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``.
@@ -93,6 +94,8 @@ class SdpaBackend(BackendBase):
         upcast = self.options.upcasts(request)
         if not math and not request.has_bias:
             if not upcast and _is_one_call(layout, request):
+                if layout.kv_len < FEW_KEYS and request.device.type == "cpu":
+                    return SdpaPlan("plain", mask=additive(layout.to_dense(request.device), request.dtype))
                 return SdpaPlan("plain", causal=_structure(layout).causal)
             blocks = layout.to_blocks()
             if blocks is not None:
@@ -123,7 +126,7 @@ class SdpaBackend(BackendBase):
             q, scale = (q * -1.0, -scale) if scale <= -_TINY else (q * scale, 1.0)
         if plan.path == "plain":
             output = scaled_dot_product_attention(
-                q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=request.group > 1
+                q, k, v, plan.mask, is_causal=plan.causal, scale=scale, enable_gqa=request.group > 1
             )
             return AttentionResult(output)
         dead, mask = plan.dead, plan.mask
@@ -167,7 +170,8 @@ class SdpaBackend(BackendBase):
         plan: SdpaPlan = prepared.state
         upcast = ", backward in FP32" if plan.upcast and plan.path != "math" else ""
         path = {
-            "plain": f"one scaled_dot_product_attention call, is_causal={plan.causal}",
+            "plain": "one scaled_dot_product_attention call, "
+            + ("a mask of few keys" if plan.mask is not None else f"is_causal={plan.causal}"),
             "tiles": f"fused calls over {0 if plan.blocks is None else plan.blocks.shape[0] - 1} blocks",
             "dense": "one fused call under a dense mask, quadratic memory",
             "math": "torch's math path under a dense mask, quadratic memory",

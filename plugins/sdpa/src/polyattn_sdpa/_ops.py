@@ -59,6 +59,8 @@ def fused(
     arguments = (q, k, v, blocks, mask, -1 if window is None else window, per_row, scale)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output, lse = _Fused.apply(*arguments, upcast, lse_grad)
+        if not (q.requires_grad or k.requires_grad):  # no value has a part in it
+            lse = lse.detach()
     else:
         output, lse = _run(_forward_op, _forward, q)(*arguments)
     return output, lse
