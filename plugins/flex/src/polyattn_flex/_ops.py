@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn_flex._blocks import Blocks
 from polyattn_flex._kernels import compiled
-from polyattn_flex._mods import live_rows
+from polyattn_flex._mods import rows_that_see
 
 #: A partition that no tile divides keeps torch from its decode kernel, which gives wrong numbers for a row whose
 #: scores are very negative in one tile and masked in another.
@@ -66,10 +66,12 @@ def _infer_op(
             limit=limit,
             kernel_options=_NO_DECODE,
         )
-    # The kernel takes a row of NaN for one that sees nothing. The sum is the cheapest look at all of q.
-    if not math.isfinite(q.sum(dtype=torch.float32)):
-        rows = ~q.isfinite().all(-1) & live_rows(kept, bias, k.shape[2])
-        output = torch.where(rows.unsqueeze(-1), torch.nan, output)
+    # The kernel takes a row of NaN for one that sees nothing. Sums are the cheapest look at all of q and k.
+    if not math.isfinite(q.sum(dtype=torch.float32) + k.sum(dtype=torch.float32)):
+        spoilt = k.isnan().any(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
+        live = rows_that_see(torch.ones_like(spoilt), kept, bias)
+        lost = live & (~q.isfinite().all(-1) | rows_that_see(spoilt, kept, None))
+        output = torch.where(lost.unsqueeze(-1), torch.nan, output)
     return _as(q, output)
 
 
