@@ -334,6 +334,21 @@ class UnseenKeysPoison(Mutant):
         return EagerState(state.hidden, dataclasses.replace(state.blocked, keys=None))
 
 
+class RowsOfNaNLookDead(Mutant):
+    caught_by = ("nan_stays_visible[query]", "nan_stays_visible[key]")
+
+    def result(self, result, prepared):
+        lse = result.lse
+        return AttentionResult(result.output.nan_to_num(0.0), None if lse is None else lse.nan_to_num(0.0))
+
+
+class NaNHiddenInItsValue(Mutant):
+    caught_by = ("nan_stays_visible[value]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        return super().attend(q, k, v.nan_to_num(0.0), prepared, bias=bias, sinks=sinks)
+
+
 class DeadRowLSEZero(Mutant):
     caught_by = ("dead_rows[first]", "dead_rows[per_head]")
 

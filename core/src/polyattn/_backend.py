@@ -27,7 +27,7 @@ from polyattn._layout import MaskLayout
 from polyattn._options import configured_options
 from polyattn._request import AttentionRequest, Reason
 from polyattn._select import alternatives
-from polyattn._tensors import cast_for_autocast
+from polyattn._tensors import cast_for_autocast, saveable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -237,7 +237,11 @@ class BackendBase:
         if reasons:
             raise UnsupportedAttentionError(self.name, reasons, alternatives(layout, request, but=self.name))
         _boundary.check_layout(layout, request)
-        return PreparedAttention(self, layout, request, self.plan(layout, request))
+        if not request.needs_grad or torch.compiler.is_compiling():
+            return PreparedAttention(self, layout, request, self.plan(layout, request))
+        with torch.inference_mode(False):  # what is made in it, autograd cannot save
+            layout = saveable(layout)
+            return PreparedAttention(self, layout, request, self.plan(layout, request))
 
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> Any:
         """Build the state of a supported, validated layout and request: tensors and static ints only."""

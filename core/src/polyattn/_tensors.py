@@ -1,4 +1,4 @@
-"""The conventions of q, k and v that hold for every backend, checked without a layout.
+"""The conventions of q, k and v that hold for every backend, checked without a layout; and tensors to save.
 
 q is ``[B, Hq, Q, D]``, k ``[B, Hkv, K, D]`` and v ``[B, Hkv, K, Dv]``; ``Hq % Hkv == 0``; one device; one
 dtype after the autocast rule. B, Q and K may be 0.
@@ -6,12 +6,17 @@ dtype after the autocast rule. B, Q and K may be 0.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from polyattn._errors import AttentionInputError
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+_T = TypeVar("_T")
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -92,3 +97,25 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         problems.append(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
     if problems:
         raise AttentionInputError("; ".join(problems) + f" ({shapes})")
+
+
+def saveable(value: _T) -> _T:
+    """``value`` with ordinary copies of the inference tensors in it, which autograd cannot save for a backward.
+
+    Args:
+        value: a tensor, or tuples and dataclasses that hold some. What holds none is returned itself.
+    """
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_inference() else value
+    named = isinstance(value, tuple) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    if not named:
+        return value
+    old = list(value) if isinstance(value, tuple) else list(vars(value).values())
+    new = [saveable(x) for x in old]
+    if all(a is b for a, b in zip(old, new, strict=True)):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(new) if type(value) is tuple else type(value)(*new)
+    twin = object.__new__(type(value))
+    vars(twin).update(zip(vars(value), new, strict=True))
+    return twin

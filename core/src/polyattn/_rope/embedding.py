@@ -122,6 +122,9 @@ class RotaryEmbedding(nn.Module):
         Raises:
             AttentionInputError: shape or dtype of ``positions``, or presence of ``length``, does not fit the spec.
         """
+        if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+            with torch.inference_mode(False):  # tables outlive it: a later training step saves them
+                return self.forward(positions, length=length)
         angles, scaling = self.angles(positions, length=length)
         cos, sin = angles.cos(), angles.sin()
         if scaling != 1.0:

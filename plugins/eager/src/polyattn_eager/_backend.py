@@ -90,6 +90,9 @@ class EagerBackend(BackendBase):
         k, v = (_seen_and_repeated(x, blocked.keys, request.group) for x in (k, v))
         assert request.scale is not None
         scores = torch.matmul(q, k.transpose(-2, -1)) * request.scale
+        if q.dtype is torch.float16:  # the product may overflow where the score does not
+            scaled_first = torch.matmul(q * request.scale, k.transpose(-2, -1))
+            scores = torch.where(scores.isfinite(), scores, scaled_first)
         if request.softcap is not None:
             scores = torch.tanh(scores / request.softcap) * request.softcap
         if bias is not None:

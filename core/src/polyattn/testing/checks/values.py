@@ -170,12 +170,14 @@ def scale(trial: Trial, factor: float) -> None:
     trial.compare(*(trial.case(LAYOUTS[name](), scale=factor) for name in ("full", "causal", "packed", "dense")))
 
 
-@check()
-def large_scores(trial: Trial) -> None:
-    """Scores in the hundreds neither overflow nor lose their order."""
+@check({str(dtype).removeprefix("torch."): dtype for dtype in DTYPES})
+def large_scores(trial: Trial, dtype: torch.dtype) -> None:
+    """Scores in the hundreds neither overflow nor lose their order, nor do products that the scale makes small."""
     for name in ("causal", "packed", "dense"):
-        case = trial.case(LAYOUTS[name]())
+        case = trial.case(LAYOUTS[name](), dtype=dtype)
         trial.compare(case.change(q=case.q * 40, k=case.k * 4))
+        wide = trial.case(LAYOUTS[name](), dtype=dtype, head_dim=128, v_head_dim=8)
+        trial.compare(wide.change(q=torch.full_like(wide.q, 25), k=torch.full_like(wide.k, 25)))
 
 
 @check({"bfloat16": torch.bfloat16, "float16": torch.float16})
