@@ -11,6 +11,7 @@ from torch import Tensor
 from polyattn._backend import AttentionResult
 from polyattn._layout import MaskLayout
 from polyattn._request import AttentionRequest
+from polyattn.testing.failure import CheckFailed, require
 
 Call = Callable[..., AttentionResult]
 #: What a tensor's gradient is called among the results.
@@ -191,12 +192,13 @@ def evaluate(call: Call, case: Case, mode: Mode) -> dict[str, Tensor]:
         result = call(inputs["q"], inputs["k"], inputs["v"], bias=inputs.get("bias"), sinks=inputs.get("sinks"))
     values = {"output": result.output}
     if mode.lse:
-        assert result.lse is not None, "needs_lse was asked for, and lse is None"
+        if result.lse is None:
+            raise CheckFailed("needs_lse was asked for, and lse is None")
         values["lse"] = result.lse
     if leaves:
         values |= _gradients(values, leaves, case, mode)
     for name, x in inputs.items():
-        assert torch.equal(x.nan_to_num(), before[name].nan_to_num()), f"attend wrote into {name}"
+        require(torch.equal(x.nan_to_num(), before[name].nan_to_num()), f"attend wrote into {name}")
     return {name: x.detach() for name, x in values.items()}
 
 
@@ -205,7 +207,9 @@ def _gradients(values: Mapping[str, Tensor], leaves: Mapping[str, Tensor], case:
     if mode.lse_grad:
         incoming["lse"] = case.grad_lse.to(values["lse"].dtype)
     for name in incoming:
-        assert values[name].requires_grad, f"{name} does not require grad although gradients through it were asked for"
+        require(
+            values[name].requires_grad, f"{name} does not require grad although gradients through it were asked for"
+        )
     gradients = torch.autograd.grad(
         [values[name] for name in incoming], list(leaves.values()), list(incoming.values()), materialize_grads=True
     )

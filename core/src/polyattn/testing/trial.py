@@ -16,6 +16,7 @@ from polyattn._layout import MaskLayout
 from polyattn._request import FEATURES, AttentionRequest, Reason
 from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, INFER_LSE, TRAIN, TRAIN_LSE, Case, Mode, evaluate, make_case
+from polyattn.testing.failure import CheckFailed, require
 from polyattn.testing.layouts import LAYOUTS
 
 #: The dtypes in which a backend is tried, best known numbers first.
@@ -127,8 +128,9 @@ class Trial:
             return None
         if self.abilities is not None:
             undeclared = [feature for feature in features_of(layout, request) if feature not in self.abilities]
-            assert not undeclared, (
-                f"accepted {', '.join(undeclared)}, which abilities does not list; declare it or refuse it"
+            require(
+                not undeclared,
+                f"accepted {', '.join(undeclared)}, which abilities does not list; declare it or refuse it",
             )
         return self.backend.prepare(layout, request)
 
@@ -168,12 +170,15 @@ class Trial:
 
     def _assert_refuses(self, layout: MaskLayout, request: AttentionRequest, reasons: tuple[Reason, ...]) -> None:
         refusal = raised(UnsupportedAttentionError, lambda: self.backend.prepare(layout, request))
-        assert refusal is not None, f"unsupported gives reasons, yet prepare accepts: {'; '.join(map(str, reasons))}"
-        assert refusal.backend == self.backend.name, (
-            f"the refusal must name '{self.backend.name}', got '{refusal.backend}'"
+        if refusal is None:
+            raise CheckFailed(f"unsupported gives reasons, yet prepare accepts: {'; '.join(map(str, reasons))}")
+        require(
+            refusal.backend == self.backend.name,
+            f"the refusal must name '{self.backend.name}', got '{refusal.backend}'",
         )
-        assert set(refusal.reasons) == set(reasons), (
-            f"prepare must raise the reasons that unsupported gives, got {refusal.reasons} and {reasons}"
+        require(
+            set(refusal.reasons) == set(reasons),
+            f"prepare must raise the reasons that unsupported gives, got {refusal.reasons} and {reasons}",
         )
 
     def _reasons_of_simplest(self, layout: MaskLayout, dtype: torch.dtype) -> tuple[Reason, ...]:
@@ -198,12 +203,13 @@ def assert_reasons(reasons: object) -> None:
     Raises:
         AssertionError: not a tuple of :class:`Reason`, or one lacks code, feature, got or need.
     """
-    assert isinstance(reasons, tuple), f"unsupported must return a tuple of Reason, got {type(reasons).__name__}"
+    if not isinstance(reasons, tuple):
+        raise CheckFailed(f"unsupported must return a tuple of Reason, got {type(reasons).__name__}")
     for reason in reasons:
-        assert isinstance(reason, Reason), f"unsupported must return Reason objects, got {type(reason).__name__}"
+        require(isinstance(reason, Reason), f"unsupported must return Reason objects, got {type(reason).__name__}")
         fields = reason.to_dict()
         empty = [name for name in ("code", "feature", "got", "need") if not fields[name]]
-        assert not empty, f"{reason!r} must say {', '.join(empty)}"
+        require(not empty, f"{reason!r} must say {', '.join(empty)}")
         known = (*FEATURES, *ABSENCES, "options")
-        assert reason.feature in known, f"{reason!r}: feature must be one of {', '.join(known)}"
-        assert json.loads(json.dumps(fields)) == fields, f"{reason!r} must be JSON"
+        require(reason.feature in known, f"{reason!r}: feature must be one of {', '.join(known)}")
+        require(json.loads(json.dumps(fields)) == fields, f"{reason!r} must be JSON")

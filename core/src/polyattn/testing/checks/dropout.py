@@ -10,6 +10,7 @@ from torch import Tensor
 from polyattn._layout import MaskLayout
 from polyattn.testing.case import INFER, TRAIN, Case, evaluate
 from polyattn.testing.checks.registry import check
+from polyattn.testing.failure import require
 from polyattn.testing.layouts import LAYOUTS
 from polyattn.testing.trial import Trial
 
@@ -33,10 +34,10 @@ def dropout_rate(trial: Trial) -> None:
     kept = weights != 0
     share = 1 - kept.double().mean().item()
     spread = math.sqrt(_P * (1 - _P) / kept.numel())
-    assert abs(share - _P) < 6 * spread, f"{share:.3f} of the weights were dropped, need {_P} +- {6 * spread:.3f}"
+    require(abs(share - _P) < 6 * spread, f"{share:.3f} of the weights were dropped, need {_P} +- {6 * spread:.3f}")
     need = 1 / (48 * (1 - _P))
     worst = (weights[kept] - need).abs().max().item()
-    assert worst < need * 4 * torch.finfo(trial.dtype).eps, f"a kept weight is off by {worst:.3g}, need {need:.6g}"
+    require(worst < need * 4 * torch.finfo(trial.dtype).eps, f"a kept weight is off by {worst:.3g}, need {need:.6g}")
     trial.honoured += 1
 
 
@@ -45,10 +46,10 @@ def dropout_seed(trial: Trial) -> None:
     """The same seed drops the same weights; another seed, others; no two heads or batch rows drop alike."""
     case = _revealing(trial, MaskLayout.causal(32))
     one, again, other = (_run(trial, case, seed=seed)["output"] for seed in (3, 3, 4))
-    assert torch.equal(one, again), "two runs with one seed differ"
-    assert not torch.equal(one, other), "two seeds give the same"
-    assert not torch.equal(one[0], one[1]), "two batch rows drop the same weights"
-    assert not torch.equal(one[:, 0], one[:, 1]), "two heads drop the same weights"
+    require(torch.equal(one, again), "two runs with one seed differ")
+    require(not torch.equal(one, other), "two seeds give the same")
+    require(not torch.equal(one[0], one[1]), "two batch rows drop the same weights")
+    require(not torch.equal(one[:, 0], one[:, 1]), "two heads drop the same weights")
     trial.honoured += 1
 
 
@@ -71,7 +72,9 @@ def dropout_gradient(trial: Trial) -> None:
     for name, want in need.items():
         error = (results[name].double() - want).abs().max().item()
         allowed = 64 * torch.finfo(trial.dtype).eps * (1 + want.abs().max().item())
-        assert error <= allowed, f"{name}: error {error:.3g}, at most {allowed:.3g}; it does not know what was dropped"
+        require(
+            error <= allowed, f"{name}: error {error:.3g}, at most {allowed:.3g}; it does not know what was dropped"
+        )
     trial.honoured += 1
 
 
@@ -81,7 +84,7 @@ def dropout_dead_rows(trial: Trial) -> None:
     case = trial.case(LAYOUTS["middle"]())
     results = _run(trial, case, seed=0)
     for name in ("output", "gradient of q"):
-        assert not results[name][:, :, 3].any(), f"{name} of a row that sees nothing is not zero"
+        require(not results[name][:, :, 3].any(), f"{name} of a row that sees nothing is not zero")
     trial.honoured += 1
 
 

@@ -20,6 +20,7 @@ from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, TRAIN, Case, Mode, evaluate
 from polyattn.testing.checks.host_reads import forbid_host_reads
 from polyattn.testing.checks.registry import check
+from polyattn.testing.failure import require
 from polyattn.testing.layouts import LAYOUTS
 from polyattn.testing.trial import LeftOut, Trial, raised
 
@@ -55,7 +56,7 @@ def autocast(trial: Trial, dtypes: tuple[torch.dtype, ...]) -> None:
         for letter, dtype in given.items():
             gradient = results.get(f"gradient of {letter}")
             if gradient is not None:
-                assert gradient.dtype is dtype, f"gradient of {letter}: {gradient.dtype}, need {dtype}"
+                require(gradient.dtype is dtype, f"gradient of {letter}: {gradient.dtype}, need {dtype}")
                 results[f"gradient of {letter}"] = gradient.to(torch.bfloat16)
         assert_within(results, expected_results(low, mode))
         trial.honoured += 1
@@ -94,12 +95,12 @@ def other_device(trial: Trial, where: tuple[str, str | None]) -> None:
                 lambda: results.append(attention(q, k, k, layout, backend=trial.backend)),  # noqa: B023 - called here
             )
         if refusal is not None:
-            assert trial.backend.name in str(refusal), f"the refusal must name the backend: {refusal}"
+            require(trial.backend.name in str(refusal), f"the refusal must name the backend: {refusal}")
             trial.refusals.append(refusal.reasons)
             continue
         result = results[0]
         got = (result.output.shape, result.output.dtype, result.output.device)
-        assert got == (q.shape, dtype, q.device), f"output is {got}, need {(q.shape, dtype, q.device)}"
+        require(got == (q.shape, dtype, q.device), f"output is {got}, need {(q.shape, dtype, q.device)}")
         trial.honoured += 1
 
 
@@ -155,7 +156,7 @@ def recompiles(trial: Trial) -> None:
     with _compiled() as (call, counter):
         for seed, lengths in enumerate(batches):
             _run_compiled(call, trial, trial.case(MaskLayout.packed(lengths), seed=seed), mode)
-        assert counter.graphs <= 2, f"eight batches needed {counter.graphs} graphs"
+        require(counter.graphs <= 2, f"eight batches needed {counter.graphs} graphs")
 
 
 @check({"reentrant": True, "not_reentrant": False})
@@ -200,7 +201,7 @@ def deterministic(trial: Trial) -> None:
             first, second = (evaluate(prepared, case, mode) for _ in range(2))
             assert_within(first, expected_results(case, mode))
             for result, value in first.items():
-                assert torch.equal(value, second[result]), f"{result}: two runs differ"
+                require(torch.equal(value, second[result]), f"{result}: two runs differ")
             trial.honoured += 1
     finally:
         torch.use_deterministic_algorithms(before)
@@ -231,7 +232,7 @@ def backward_twice(trial: Trial) -> None:
         output = prepared(*leaves).output
         first, second = (torch.autograd.grad(output, leaves, case.grad_output, retain_graph=True) for _ in range(2))
         for leaf, one, two in zip("qkv", first, second, strict=True):
-            assert torch.equal(one, two), f"gradient of {leaf}: the second backward differs"
+            require(torch.equal(one, two), f"gradient of {leaf}: the second backward differs")
         trial.honoured += 1
 
 

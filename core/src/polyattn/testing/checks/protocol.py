@@ -17,6 +17,7 @@ from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, INFER_LSE, TRAIN, TRAIN_LSE, Case, Mode, evaluate
 from polyattn.testing.checks.host_reads import forbid_host_reads
 from polyattn.testing.checks.registry import check
+from polyattn.testing.failure import require
 from polyattn.testing.layouts import LAYOUTS
 from polyattn.testing.trial import LeftOut, Trial, assert_reasons, raised
 
@@ -25,13 +26,13 @@ from polyattn.testing.trial import LeftOut, Trial, assert_reasons, raised
 def attributes(trial: Trial) -> None:
     """It has a name, an integer api_version and the three methods; abilities, if declared, are known features."""
     backend = trial.backend
-    assert isinstance(backend.name, str), f"name must be a string, got {backend.name!r}"
-    assert backend.name, "name must not be empty"
-    assert type(backend.api_version) is int, f"api_version must be an int, got {backend.api_version!r}"
+    require(isinstance(backend.name, str), f"name must be a string, got {backend.name!r}")
+    require(backend.name, "name must not be empty")
+    require(type(backend.api_version) is int, f"api_version must be an int, got {backend.api_version!r}")
     for method in ("unsupported", "prepare", "attend"):
-        assert callable(getattr(backend, method, None)), f"{method} must be a method"
+        require(callable(getattr(backend, method, None)), f"{method} must be a method")
     unknown = set(trial.abilities or ()) - set(FEATURES)
-    assert not unknown, f"abilities lists {sorted(unknown)}; the features are {', '.join(FEATURES)}"
+    require(not unknown, f"abilities lists {sorted(unknown)}; the features are {', '.join(FEATURES)}")
     trial.honoured += 1
 
 
@@ -45,7 +46,7 @@ def unsupported_is_pure(trial: Trial) -> None:
             with forbid_host_reads("unsupported"):
                 reasons = trial.backend.unsupported(case.layout, request)
             assert_reasons(reasons)
-            assert trial.backend.unsupported(case.layout, request) == reasons, "two questions, two answers"
+            require(trial.backend.unsupported(case.layout, request) == reasons, "two questions, two answers")
     trial.honoured += 1
 
 
@@ -116,11 +117,11 @@ def ability(trial: Trial, use: _Use) -> None:
         accepted += trial.prepare(case.layout, case.request(use.mode, **use.request)) is not None
     refusals = "; ".join(str(reason) for reasons in trial.refusals for reason in reasons)
     if feature in trial.abilities:
-        assert accepted, f"abilities lists '{feature}', yet its simplest use is refused: {refusals}"
+        require(accepted, f"abilities lists '{feature}', yet its simplest use is refused: {refusals}")
         trial.honoured += accepted
         return
     for reasons in trial.refusals:
-        assert feature in {reason.feature for reason in reasons}, f"no reason names '{feature}': {refusals}"
+        require(feature in {reason.feature for reason in reasons}, f"no reason names '{feature}': {refusals}")
 
 
 def _copied(trial: Trial, copied: Callable[[object], object]) -> None:
@@ -130,8 +131,8 @@ def _copied(trial: Trial, copied: Callable[[object], object]) -> None:
         prepared = copied(trial.must_prepare(case.layout, case.request(mode)))
         assert_within(evaluate(prepared, case, mode), expected_results(case, mode))  # type: ignore[arg-type]
     backend = copied(trial.backend)
-    assert backend == trial.backend, "a copy of the backend must equal it"
-    assert hash(backend) == hash(trial.backend), "a copy of the backend must hash as it does"
+    require(backend == trial.backend, "a copy of the backend must equal it")
+    require(hash(backend) == hash(trial.backend), "a copy of the backend must hash as it does")
     trial.honoured += 1
 
 
@@ -170,6 +171,6 @@ def mismatch(trial: Trial, change: Callable[[Case], Case]) -> None:
     prepared = trial.must_prepare(case.layout, case.request(INFER))
     other = change(case)
     error = raised(PolyattnError, lambda: prepared(other.q, other.k, other.v, bias=other.bias, sinks=other.sinks))
-    assert error is not None, "attend accepts tensors that it was not prepared for"
-    assert str(error), "the error must say what differs"
+    require(error is not None, "attend accepts tensors that it was not prepared for")
+    require(str(error), "the error must say what differs")
     trial.honoured += 1

@@ -12,6 +12,7 @@ from polyattn._errors import PolyattnError
 from polyattn._layout import MaskLayout
 from polyattn.testing.case import INFER, Case, Mode, evaluate
 from polyattn.testing.checks.registry import check
+from polyattn.testing.failure import require
 from polyattn.testing.layouts import LAYOUTS, WITH_DEAD
 from polyattn.testing.reference import softmax_step
 from polyattn.testing.trial import Trial, raised
@@ -34,8 +35,7 @@ def dead_rows(trial: Trial, build: Callable[[], MaskLayout]) -> None:
 def dead_rows_bias(trial: Trial) -> None:
     """Mask and -inf bias together kill a row just as well, and its bias gets an exactly zero gradient."""
     case = trial.case(LAYOUTS["causal"](), heads=4, bias=(2, 4, 8, 8))
-    assert case.bias is not None
-    bias = case.bias.clone()
+    bias = case.tensors()["bias"].clone()
     bias[0, 0, 3, :4] = -torch.inf
     bias[1, :, 7, :] = -torch.inf
     case = case.change(bias=bias)
@@ -89,7 +89,7 @@ def packed_is_separate(trial: Trial, rule: dict[str, object]) -> None:
         after = _run(trial, changed, mode)
         for name, value in together.items():
             for had, has in ((value[0, :, first:], after[name][0, :, first:]), (value[1:], after[name][1:])):
-                assert torch.equal(had, has), f"{name}: another document leaked in"
+                require(torch.equal(had, has), f"{name}: another document leaked in")
 
 
 _INACTIVE = MaskLayout.causal(4, active_queries=torch.tensor([[True, False, True, True]]))
@@ -118,9 +118,9 @@ def batch_mismatch(trial: Trial, batch: int) -> None:
             trial.prepare(case.layout, request)
             continue
         error = raised(PolyattnError, functools.partial(trial.backend.prepare, case.layout, request))
-        assert error is not None, f"prepare accepts a layout of batch 3 for tensors of batch {batch}"
+        require(error is not None, f"prepare accepts a layout of batch 3 for tensors of batch {batch}")
         for number in (3, batch):
-            assert str(number) in str(error), f"the error must name both batches, 3 and {batch}: {error}"
+            require(str(number) in str(error), f"the error must name both batches, 3 and {batch}: {error}")
         trial.honoured += 1
 
 
