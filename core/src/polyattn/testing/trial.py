@@ -84,6 +84,16 @@ class Trial:
         """A case on the trial's device, in its dtype unless ``kwargs`` say otherwise; see :func:`make_case`."""
         return make_case(layout, **{"dtype": self.dtype, "device": self.device, **kwargs})  # type: ignore[arg-type]
 
+    def featured(self, layout: MaskLayout, **kwargs: object) -> Case:
+        """A case with those of softcap, bias and sinks that the backend does not refuse here."""
+        shape = (1, 1, layout.q_len, layout.kv_len)
+        features: dict[str, object] = {}
+        for name, value in {"softcap": 2.0, "bias": shape, "sinks": True}.items():
+            case = self.case(layout, **{**kwargs, **features, name: value})
+            if not self.backend.unsupported(case.layout, case.request(TRAIN if self.declares("grad") else INFER)):
+                features[name] = value
+        return self.case(layout, **{**kwargs, **features})
+
     def declares(self, feature: str) -> bool:
         """Whether the backend declares the ability; a backend that declares nothing may have any."""
         return self.abilities is None or feature in self.abilities
@@ -104,11 +114,14 @@ class Trial:
         Raises:
             AssertionError: wrong numbers, or a refusal that is not proper.
         """
+        visible = case.visible.clone()
         prepared = self.prepare(case.layout, case.request(mode, **changes))
         if prepared is None:
             return False
         try:
-            assert_within(evaluate(prepared, case, mode), expected_results(case, mode))
+            results = evaluate(prepared, case, mode)
+            require(torch.equal(case.visible, visible), "the backend wrote into the layout")
+            assert_within(results, expected_results(case, mode))
         except AssertionError as error:
             raise AssertionError(f"{mode}, {case}: {error}") from error
         self.honoured += 1
@@ -132,7 +145,10 @@ class Trial:
                 not undeclared,
                 f"accepted {', '.join(undeclared)}, which abilities does not list; declare it or refuse it",
             )
-        return self.backend.prepare(layout, request)
+        prepared = self.backend.prepare(layout, request)
+        if not isinstance(prepared, PreparedAttention):
+            raise CheckFailed(f"prepare must return a PreparedAttention, got {type(prepared).__name__}")
+        return prepared
 
     def must_prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
         """As :meth:`prepare`, but a refusal ends the check.

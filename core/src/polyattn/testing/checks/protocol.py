@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -34,6 +37,23 @@ def attributes(trial: Trial) -> None:
     unknown = set(trial.abilities or ()) - set(FEATURES)
     require(not unknown, f"abilities lists {sorted(unknown)}; the features are {', '.join(FEATURES)}")
     trial.honoured += 1
+
+
+@check()
+def optional_methods(trial: Trial) -> None:
+    """Where the backend has them, ``describe`` gives a text and ``preference`` an int, for whatever it accepts."""
+    backend: Any = trial.backend
+    for name in trial.accepted(("full", "causal", "packed", "dense")):
+        case = trial.case(LAYOUTS[name]())
+        request = case.request(trial.strongest(case))
+        if hasattr(backend, "describe"):
+            text = backend.describe(trial.must_prepare(case.layout, request))
+            require(isinstance(text, str) and text, f"describe must return a text, got {text!r}")
+        if hasattr(backend, "preference"):
+            preference = backend.preference(case.layout, request)
+            require(type(preference) is int, f"preference must return an int, got {preference!r}")
+        require(isinstance(repr(backend), str), "repr must return a text")
+        trial.honoured += 1
 
 
 @check(without_kernel=True)
@@ -130,10 +150,21 @@ def _copied(trial: Trial, copied: Callable[[object], object]) -> None:
         mode = trial.strongest(case)
         prepared = copied(trial.must_prepare(case.layout, case.request(mode)))
         assert_within(evaluate(prepared, case, mode), expected_results(case, mode))  # type: ignore[arg-type]
-    backend = copied(trial.backend)
-    require(backend == trial.backend, "a copy of the backend must equal it")
-    require(hash(backend) == hash(trial.backend), "a copy of the backend must hash as it does")
+    for backend in (trial.backend, *_configured(trial.backend)):
+        other = copied(backend)
+        require(other == backend, f"a copy of the backend must equal it, got {other!r} of {backend!r}")
+        require(hash(other) == hash(backend), "a copy of the backend must hash as it does")
     trial.honoured += 1
+
+
+def _configured(backend: Any) -> Iterator[Any]:
+    """The backend with each of its switches turned the other way."""
+    options = getattr(backend, "Options", None)
+    for field in dataclasses.fields(options) if options is not None else ():
+        if isinstance(field.default, bool):
+            other = backend.configure({field.name: not getattr(backend.options, field.name)})
+            require(other != backend, f"a backend with another {field.name} must not equal this one")
+            yield other
 
 
 @check()
@@ -145,10 +176,16 @@ def deepcopy(trial: Trial) -> None:
 @check()
 def pickled(trial: Trial) -> None:
     """Backend and prepared attention survive pickling, as they must to reach a worker process."""
-    name = trial.backend.name
-    if name not in backends.names() or type(backends.get(name)) is not type(trial.backend):
-        raise LeftOut(f"'{name}' is not registered, and a backend pickles by its registered name")
-    _copied(trial, lambda x: pickle.loads(pickle.dumps(x)))  # noqa: S301 - our own bytes
+    name, kind = trial.backend.name, type(trial.backend)
+    scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if name not in backends.names():
+        scope = backends.override(name, trial.backend)
+    elif type(backends.get(name)) is not kind:
+        raise LeftOut(f"'{name}' is registered as another backend, and a backend pickles by its registered name")
+    if getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is not kind:
+        raise LeftOut(f"{kind.__qualname__} cannot be imported from {kind.__module__}, and a class pickles by its name")
+    with scope:
+        _copied(trial, lambda x: pickle.loads(pickle.dumps(x)))  # noqa: S301 - our own bytes
 
 
 def _longer(case: Case) -> Case:
