@@ -99,6 +99,7 @@ class PreparedAttention:
     autocast_kind: str | None = dataclasses.field(init=False, repr=False)
     _plain: bool = dataclasses.field(init=False, repr=False)
     _refusal: Callable[[tuple[Tensor, ...]], None] | None = dataclasses.field(init=False, repr=False)
+    _answered: bool = dataclasses.field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -127,6 +128,7 @@ class PreparedAttention:
 
         Raises:
             AttentionInputError: a tensor differs from what was prepared.
+            PolyattnError: the backend's first answer is not a result, or has a wrong shape or dtype.
         """
         request = self.request
         q_shape, k_shape, v_shape = self._shapes
@@ -164,11 +166,13 @@ class PreparedAttention:
         if torch.compiler.is_compiling():
             # Dynamo refuses an autograd function that gets one tensor twice, as when k is v.
             return self.backend.attend(q, k.view_as(k), v.view_as(v), self, bias=bias, sinks=sinks)
-        if self._refusal is None:
-            return self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
-        _derivatives.refuse_transforms(self.backend.name)
+        if self._refusal is not None:
+            _derivatives.refuse_transforms(self.backend.name)
         result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
-        if request.needs_grad:
+        if not self._answered:  # once: later calls cost nothing
+            _boundary.check_result(result, self.backend.name, self.layout, request)
+            object.__setattr__(self, "_answered", True)
+        if self._refusal is not None and request.needs_grad:
             node = result.output.grad_fn
             if node is not None:
                 node.register_prehook(self._refusal)
@@ -182,14 +186,21 @@ def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionReq
     """``backend.prepare``, with the names of the backends that can added to a refusal.
 
     A plugin that does not inherit :class:`BackendBase` knows no other plugin, so core completes its error.
+
+    Raises:
+        UnsupportedAttentionError: the backend refuses.
+        PolyattnError: it answers with something else than a :class:`PreparedAttention`.
     """
     try:
-        return backend.prepare(layout, request)
+        prepared = backend.prepare(layout, request)
     except UnsupportedAttentionError as refusal:
         if refusal.alternatives is not None:
             raise
         can = alternatives(layout, request, but=backend.name)
         raise UnsupportedAttentionError(refusal.backend, refusal.reasons, can) from refusal
+    if not isinstance(prepared, PreparedAttention):
+        raise _boundary.wrong_answer(backend.name, "prepare must return a PreparedAttention", type(prepared).__name__)
+    return prepared
 
 
 class BackendBase:

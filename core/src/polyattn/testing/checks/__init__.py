@@ -7,9 +7,11 @@ from polyattn.testing.checks import (
     execution,
     features,
     lse,
+    mixtures,
     nonfinite,
     protocol,
     rows,
+    state,
     transforms,
     unknown,
     values,
@@ -19,7 +21,20 @@ from polyattn.testing.checks.registry import Check, checks_of
 #: Every check, in the order in which a reader wants to see them fail.
 CHECKS: list[Check] = [
     check
-    for theme in (protocol, unknown, values, rows, nonfinite, lse, features, dropout, execution, transforms)
+    for theme in (
+        protocol,
+        unknown,
+        values,
+        rows,
+        nonfinite,
+        lse,
+        features,
+        mixtures,
+        dropout,
+        execution,
+        state,
+        transforms,
+    )
     for check in checks_of(theme.__name__)
 ]
 
