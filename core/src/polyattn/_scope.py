@@ -16,6 +16,7 @@ from polyattn._backend import AttentionBackend, PreparedAttention, prepare
 from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError
 from polyattn._layout import MaskLayout
+from polyattn._numbers import shown
 from polyattn._request import AttentionRequest
 from polyattn._rope import RotaryEmbedding, RotaryTables
 from polyattn._select import resolve_backend
@@ -55,7 +56,7 @@ class AttentionScope:
             isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0
         ):
             raise AttentionInputError(
-                f"length must be an int >= 0, the length of the sequence, or None, got {length!r}; "
+                f"length must be an int >= 0, the length of the sequence, or None, got {shown(length)}; "
                 "a host int, never a tensor"
             )
         self._context_layout = context_layout

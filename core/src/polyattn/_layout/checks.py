@@ -31,7 +31,7 @@ def check_int(name: str, value: object, least: int = 0, *, most: int | None = LA
 def check_flag(name: str, value: object) -> None:
     """Refuse anything but True and False."""
     if not isinstance(value, bool):
-        raise LayoutError(f"{name} must be True or False, got {value!r}")
+        raise LayoutError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_window(window: object) -> None:
@@ -129,7 +129,7 @@ def ints(name: str, values: object) -> list[int]:
     items: list[Any] = list(values) if isinstance(values, Iterable) else [None]
     numbers = [x.__index__() for x in items if hasattr(x, "__index__") and not isinstance(x, bool)]
     if len(numbers) != len(items):
-        raise LayoutError(f"{name} must be ints or an integer tensor, got {values!r}")
+        raise LayoutError(f"{name} must be ints or an integer tensor, got {shown(values)}")
     for number in numbers:
         if not -(2**63) <= number < 2**63:
             raise LayoutError(f"{name} must be ints that fit int64, got {shown(number)}")
