@@ -116,7 +116,7 @@ def test_a_kernel_that_is_not_installed_is_named_with_the_command_that_brings_it
     with providers.override("flash_attn", Importing()):
         found = reasons(options=FlashOptions(provider="flash_attn"))
     assert found == {
-        "kernel_not_installed": "kernel: got flash_attn is not installed, need flash_attn >= 2.7, < 3; "
+        "kernel_not_installed": "kernel: got no installed package flash_attn, need flash_attn >= 2.7, < 3; "
         "pip install --no-build-isolation 'polyattn-fa2[flash-attn]'"
     }
 
@@ -179,7 +179,7 @@ def test_torch_takes_over_where_the_package_is_not_installed_and_only_there(monk
     with providers.override("flash_attn", Importing()), stand_in("torch_varlen"):
         prepared = FlashBackend().prepare(MaskLayout.causal(4), request())
         assert prepared.state.settings.provider == "torch_varlen"
-        with pytest.raises(UnsupportedAttentionError, match="not installed"):
+        with pytest.raises(UnsupportedAttentionError, match="no installed package flash_attn"):
             FlashBackend(FlashOptions("flash_attn")).prepare(MaskLayout.causal(4), request())
 
 

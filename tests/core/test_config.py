@@ -110,7 +110,7 @@ def test_sequence_parallelism_is_refused_when_the_config_is_built():
     [
         ({"atn_backend": "sdpa"}, r"unknown key 'atn_backend' .* the keys are attn_backend, backend_options, rope"),
         ({"attn_backend": 3}, "must be the name of a backend, got 3"),
-        ({"attn_backend": "sdpa", "backend_options": {"x": 1}}, "backend 'sdpa' has no options, got x"),
+        ({"attn_backend": "sdpa", "backend_options": {"x": 1}}, "backend 'sdpa' has no options, got 'x'"),
         ({"backend_options": ["x"]}, "backend_options must be a mapping, got list"),
         ({"rope": "yarn"}, "rope: must be a mapping or null, got str"),
         ({"groups": {"layers": [1]}}, "groups must be a list of mappings, got dict"),
@@ -403,3 +403,22 @@ def test_a_window_wider_than_any_position_is_no_window():
             layer.set_backend(name)
             plain.set_backend(name)
             assert torch.equal(layer(hidden, AttentionScope(layout), None), plain(hidden, AttentionScope(layout), None))
+
+
+def test_an_unknown_name_in_a_pydantic_config_is_a_validation_error_like_any_other_mistake():
+    pydantic = pytest.importorskip("pydantic")
+
+    class Training(pydantic.BaseModel):
+        attention: dict
+
+        @pydantic.field_validator("attention")
+        @classmethod
+        def check(cls, data):
+            AttentionConfig.from_dict(data)
+            return data
+
+    good = {"schema_version": 1, "variant": "cosine", "theta": 1e4, "head_dim": 8, "rotary_dim": 8}
+    rope = {**good, "interleaved": False, "max_position": 8, "original_max_position": None, "parameters": {}}
+    for wrong in ({"attn_backend": "spda"}, {"rope": {**rope, "axes": None}}, {"window": 0}):
+        with pytest.raises(pydantic.ValidationError, match=r"spda|cosine|window"):
+            Training(attention=wrong)

@@ -15,6 +15,7 @@ from polyattn import (
     DuplicatePluginError,
     IncompatiblePluginError,
     UnknownBackendError,
+    UnknownRopeVariantError,
     _discovery,
 )
 from tiny_dists import backend_source
@@ -110,12 +111,11 @@ def test_an_entry_point_may_name_an_instance_or_something_inside_a_class(site, m
 # Unknown names
 
 
-def text_of(registry, name):
-    with pytest.raises(UnknownBackendError) as error:
+def text_of(registry, name, kind=UnknownBackendError):
+    with pytest.raises(kind) as error:
         registry.get(name)
-    with pytest.raises(UnknownBackendError):
+    with pytest.raises(kind):
         registry.info(name)
-    assert isinstance(error.value, LookupError)
     return str(error.value)
 
 
@@ -148,28 +148,64 @@ def test_a_first_party_name_comes_with_its_pip_command(name, dist, bare):
     )
 
 
-@pytest.mark.parametrize("name", ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"])
-def test_a_first_party_rope_variant_comes_with_its_pip_command(name, monkeypatch):
+def test_a_first_party_rope_variant_comes_with_its_pip_command(monkeypatch):
     empty = _discovery.Scan(dict.fromkeys(_discovery.GROUPS, ()), (), 0.0)
     monkeypatch.setattr(_discovery, "current", lambda: empty)
-    said = text_of(polyattn._registry.Registry(polyattn.rope_variants._contract), name)
-    assert said.startswith(f"no RoPE variant named '{name}' is installed; `pip install polyattn-rope-{name}` brings it")
+    registry = polyattn._registry.Registry(polyattn.rope_variants._contract)
+    for name in ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"):
+        said = text_of(registry, name, UnknownRopeVariantError)
+        brings = f"`pip install polyattn-rope-{name}` brings it"
+        assert said.startswith(f"no RoPE variant named '{name}' is installed; {brings}")
+        assert "backend" not in said
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("flash_attention_2", "fa"),
-        ("fa2", "fa"),
-        ("flex", "flex_attention"),
-        ("SDPA", "sdpa"),
-        ("flexattention", "flex_attention"),
-    ],
-)
-def test_a_name_from_elsewhere_is_never_resolved_but_answered_with_ours(name, meant, bare):
-    said = text_of(bare, name)
-    assert f"did you mean '{meant}'?" in said
-    assert "pip install" in said
+PEERS_WORDS = {
+    "fa": "fa2 flash flash-attn flash_attn flash_attention flash_attention_2 Flash-Attention "
+    "kernels-community/flash-attn",
+    "flex_attention": "flex flexattention FlexAttention flex_attn",
+    "sdpa": "SDPA spda torch pytorch native _native_flash torch_native xformers mem_efficient polyattn_sdpa "
+    "polyattn-sdpa scaled_dot_product_attention",
+    "eager": "math _native_math none None off vanilla naive egaer",
+}
+
+
+@pytest.mark.parametrize(("meant", "words"), PEERS_WORDS.items())
+def test_a_name_from_elsewhere_is_never_resolved_but_answered_with_ours(meant, words, bare):
+    for word in words.split():
+        said = text_of(bare, word)
+        assert f"did you mean '{meant}'?" in said, word
+        assert "pip install" in said
+
+
+@pytest.mark.parametrize("word", ["sage", "sageattention", "fa3", "flash_attention_3", "flashinfer", "triton"])
+def test_a_kernel_that_this_project_has_no_plugin_for_is_not_mistaken_for_another(word, bare):
+    said = text_of(bare, word)
+    assert f"backend '{word}' cannot be used: this project has no plugin for that kernel" in said
+    assert "did you mean" not in said
+
+
+@pytest.mark.parametrize("word", ["qwertz", "sagen", "s", ""])
+def test_a_name_that_is_near_to_none_gets_no_guess(word, bare):
+    assert "did you mean" not in text_of(bare, word)
+
+
+@pytest.mark.parametrize(("word", "meant"), [("ntk", "dynamic"), ("rope", "default"), ("llama-3", "llama3")])
+def test_a_rope_variant_has_its_words_from_elsewhere_too(word, meant):
+    assert f"did you mean '{meant}'?" in text_of(polyattn.rope_variants, word, UnknownRopeVariantError)
+
+
+@pytest.mark.parametrize("word", ["usp_fa", "ulysses", "ring_attention"])
+def test_every_word_for_sequence_parallelism_says_that_it_does_not_exist_yet(word, bare):
+    assert "sequence parallelism does not exist yet" in text_of(bare, word)
+
+
+@pytest.mark.parametrize("error", [UnknownBackendError, UnknownRopeVariantError])
+def test_an_unknown_name_is_a_value_error_so_that_validators_take_it_for_one_fault_among_others(error):
+    assert issubclass(error, (polyattn.PluginNotFoundError,))
+    for base in (polyattn.PolyattnError, LookupError, ValueError):
+        assert issubclass(error, base)
+    copy = pickle.loads(pickle.dumps(error("no such name")))
+    assert (type(copy), str(copy)) == (error, "no such name")
 
 
 def test_usp_says_that_it_does_not_exist_yet_and_which_names_do(bare):
@@ -179,7 +215,7 @@ def test_usp_says_that_it_does_not_exist_yet_and_which_names_do(bare):
     )
 
 
-def test_auto_is_no_backend(bare):
+def test_auto_is_not_a_backend(bare):
     assert "get one by its name" in text_of(bare, "auto")
 
 

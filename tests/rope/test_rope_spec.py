@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 
-from polyattn import RopeConfigError, RopeSpec, UnknownBackendError
+from polyattn import RopeConfigError, RopeSpec, UnknownRopeVariantError
 from rope_golden import DATA
 
 FIXTURES = sorted((DATA / "specs").glob("*.json"))
@@ -194,7 +194,7 @@ def test_one_message_names_every_wrong_field():
 
 
 def test_a_variant_that_is_not_installed_is_refused_with_what_to_do():
-    with pytest.raises(UnknownBackendError, match="no RoPE variant named 'cosine'"):
+    with pytest.raises(UnknownRopeVariantError, match="no RoPE variant named 'cosine'"):
         RopeSpec(**{**PLAIN, "variant": "cosine"})
 
 

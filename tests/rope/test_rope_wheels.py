@@ -37,7 +37,7 @@ q, _ = polyattn.apply_rotary(torch.ones(1, 1, 4, 8), torch.ones(1, 1, 4, 8), tab
 assert q.isfinite().all()
 try:
     polyattn.RopeSpec(variant=other, parameters={}, **fields)
-except polyattn.UnknownBackendError as error:
+except polyattn.UnknownRopeVariantError as error:
     print(error)
 """
 

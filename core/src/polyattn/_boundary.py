@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import AttentionInputError, LayoutError, PolyattnError
+from polyattn._numbers import shown
 from polyattn._request import AttentionRequest
 from polyattn._tensors import FLOATING, check_qkv
 
@@ -28,7 +29,7 @@ def check_layout_type(layout: object, name: str = "layout") -> None:
     from polyattn._layout import MaskLayout
 
     if not isinstance(layout, MaskLayout):
-        got = repr(layout) if isinstance(layout, str) else type(layout).__name__
+        got = shown(layout) if isinstance(layout, str) else type(layout).__name__
         raise LayoutError(
             f"{name} must be a MaskLayout, got {got}; MaskLayout.causal(length), MaskLayout.packed(lengths) and others "
             "make one, of a boolean mask MaskLayout.dense(mask)"
@@ -55,7 +56,7 @@ def check_layout(layout: MaskLayout, request: AttentionRequest) -> None:
     if layout.device is not None and layout.device != request.device:
         problems.append(
             f"layout must be on the device of q, k and v, got {layout.device} and {request.device}; "
-            f"move it with layout.to({str(request.device)!r})"
+            f"move it with layout.to({shown(str(request.device))})"
         )
     if problems:
         raise LayoutError("; ".join(problems))

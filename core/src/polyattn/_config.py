@@ -31,6 +31,7 @@ from polyattn._modules.kind import layer_kind
 from polyattn._modules.layer import LayerAttention
 from polyattn._modules.serving import require_servable
 from polyattn._modules.spec import problem_of
+from polyattn._numbers import listed, shown
 from polyattn._rope import RopeSpec
 from polyattn._rope.hf import CANONICAL_ONLY
 from polyattn._select import resolve_backend
@@ -121,7 +122,7 @@ class AttentionConfig:
     def layer(self, index: int) -> LayerAttention:
         """What layer ``index`` uses: the last group that covers it, else the config itself."""
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-            raise ConfigError(f"layer must be an index >= 0, got {index!r}")
+            raise ConfigError(f"layer must be an index >= 0, got {shown(index)}")
         found = self._default
         for group, resolved in zip(self.groups, self._resolved, strict=True):
             if isinstance(group, LayerGroup) and group.covers(index):
@@ -136,7 +137,7 @@ class AttentionConfig:
         """
         check_count(layers)
         faults = [
-            f"groups[{index}].layers must lie within the {layers} layers of the model, got {_layers_of(group)!r}"
+            f"groups[{index}].layers must lie within the {layers} layers of the model, got {shown(_layers_of(group))}"
             for index, group in enumerate(self.groups)
             if isinstance(group, LayerGroup) and not group.lies_within(layers)
         ]
@@ -172,10 +173,10 @@ class AttentionConfig:
         if not isinstance(data, Mapping):
             raise ConfigError(f"the attention config must be a mapping, got {type(data).__name__}")
         known = [field.name for field in dataclasses.fields(cls) if field.init]
-        unknown = [repr(key) for key in data if key not in known]
+        unknown = [key for key in data if key not in known]
         faults = _Faults()
         if unknown:
-            text = f"unknown key {', '.join(unknown)} in the attention config; the keys are {', '.join(known)}"
+            text = f"unknown key {listed(unknown)} in the attention config; the keys are {', '.join(known)}"
             faults.add("", ConfigError(text))
         config = faults.catch("", lambda: cls(**{key: data[key] for key in data if key in known}), None)
         faults.raise_all()
@@ -302,7 +303,7 @@ def _backend(name: Any, options: Any) -> AttentionBackend:
         if not isinstance(options, Mapping):
             raise ConfigError(f"backend_options must be a mapping, got {type(options).__name__}")
         return resolve_backend(name, dict(options) or None)
-    raise ConfigError(f"must be the name of a backend, got {name!r}; `polyattn list` shows the names")
+    raise ConfigError(f"must be the name of a backend, got {shown(name)}; `polyattn list` shows the names")
 
 
 def _rope(value: Any) -> RopeSpec | None:
@@ -312,10 +313,10 @@ def _rope(value: Any) -> RopeSpec | None:
         raise ConfigError(f"must be a mapping or null, got {type(value).__name__}")
     if "schema_version" in value:
         return RopeSpec.from_dict(dict(value))
-    canonical = [repr(key) for key in CANONICAL_ONLY if key in value]
+    canonical = [key for key in CANONICAL_ONLY if key in value]
     if canonical:
         raise RopeConfigError(
-            f"schema_version is missing beside {', '.join(canonical)}, got the keys {', '.join(map(repr, value))}; "
+            f"schema_version is missing beside {listed(canonical)}, got the keys {listed(value)}; "
             f"the canonical form says schema_version: {RopeSpec.SCHEMA_VERSION}, and the transformers form, which has "
             "none, has rope_type and rope_theta in rope_parameters instead"
         )

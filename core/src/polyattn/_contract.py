@@ -8,8 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn._discovery import BACKENDS, ROPE
-from polyattn._errors import BackendLoadError, IncompatiblePluginError
+from polyattn._errors import (
+    BackendLoadError,
+    IncompatiblePluginError,
+    PluginNotFoundError,
+    UnknownBackendError,
+    UnknownRopeVariantError,
+)
 from polyattn._loading import Fault
+from polyattn._numbers import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,26 +26,31 @@ class Contract:
     Attributes:
         group: entry-point group.
         noun: what such a plugin is called in messages.
+        not_found: the error for a name that no plugin of the group has.
         api_versions: versions of the protocol that this core speaks.
         calls: for each method how core calls it: positional arguments, then keywords.
     """
 
     group: str
     noun: str
+    not_found: type[PluginNotFoundError]
     api_versions: range
     calls: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
 
     def fault(self, obj: Any, name: str | None = None) -> Fault | None:
         """What keeps ``obj`` from being such a plugin called ``name`` (``None``: called anything)."""
         if isinstance(obj, type):
-            return BackendLoadError, f"{shown(obj)} is a class; give an instance"
+            return BackendLoadError, f"{type_name(obj)} is a class; give an instance"
         required = ("name", "api_version", *self.calls)
         missing = [attribute for attribute in required if not hasattr(obj, attribute)]
         if missing:
-            return BackendLoadError, f"{shown(obj)} lacks {', '.join(missing)}; a {self.noun} has {', '.join(required)}"
+            return (
+                BackendLoadError,
+                f"{type_name(obj)} lacks {', '.join(missing)}; a {self.noun} has {', '.join(required)}",
+            )
         version, oldest, newest = obj.api_version, self.api_versions[0], self.api_versions[-1]
         if not isinstance(version, int) or isinstance(version, bool):
-            return BackendLoadError, f"its api_version must be an int, got {version!r}"
+            return BackendLoadError, f"its api_version must be an int, got {shown(version)}"
         if version not in self.api_versions:
             spoken = oldest if oldest == newest else f"{oldest} to {newest}"
             cure = "upgrade polyattn" if version > newest else "upgrade the plugin"
@@ -49,12 +61,12 @@ class Contract:
         if not isinstance(obj.name, str) or (name is not None and obj.name != name):
             return (
                 BackendLoadError,
-                f"its attribute name must be {'a str' if name is None else repr(name)}, got {obj.name!r}",
+                f"its attribute name must be {'a str' if name is None else shown(name)}, got {shown(obj.name)}",
             )
         return None
 
 
-def shown(obj: Any) -> str:
+def type_name(obj: Any) -> str:
     """A short name of an object or class for messages: ``"acme.Backend"``."""
     kind = obj if isinstance(obj, type) else type(obj)
     return f"{kind.__module__}.{kind.__qualname__}"
@@ -63,7 +75,7 @@ def shown(obj: Any) -> str:
 def _call_problem(obj: Any, method: str, positional: tuple[str, ...], keywords: tuple[str, ...]) -> str:
     function = getattr(obj, method)
     if not callable(function):
-        return f"{method} must be a method, got {function!r}"
+        return f"{method} must be a method, got {shown(function)}"
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -79,6 +91,7 @@ def _call_problem(obj: Any, method: str, positional: tuple[str, ...], keywords: 
 BACKEND = Contract(
     BACKENDS,
     "backend",
+    UnknownBackendError,
     api_versions=range(1, 2),
     calls={
         "unsupported": (("layout", "request"), ()),
@@ -89,6 +102,7 @@ BACKEND = Contract(
 ROPE_VARIANT = Contract(
     ROPE,
     "RoPE variant",
+    UnknownRopeVariantError,
     api_versions=range(1, 2),
     calls={"validate": (("spec",), ()), "frequencies": (("spec",), ("device", "length"))},
 )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import importlib_metadata
 
+from polyattn._numbers import shown
 from polyattn._once import Once
 
 BACKENDS = "polyattn.backends"
@@ -115,7 +116,7 @@ def candidate(group: str, name: str, value: str, **origin: Any) -> Candidate:
     match = _VALUE.fullmatch(value)
     module, attr = (match["module"], match["attr"] or "") if match else ("", "")
     if not fault and not all(map(str.isidentifier, [*module.split("."), *(attr.split(".") if attr else ())])):
-        fault = f"the entry point's value must be 'module' or 'module:attribute', got {value!r}"
+        fault = f"the entry point's value must be 'module' or 'module:attribute', got {shown(value)}"
     if fault:
         module = attr = ""
     return Candidate(group, name, value, module, attr, fault=fault, **origin)
@@ -126,7 +127,7 @@ def illegal_name(group: str, name: str) -> str:
     if not _LEGAL_NAME.fullmatch(name):
         return f"a plugin's name must match {_LEGAL_NAME.pattern}, got {name!a}"  # look-alikes are told apart
     if group == BACKENDS and name == AUTO:
-        return f"the name {AUTO!r} is reserved: it means that polyattn decides for each request"
+        return f"the name '{AUTO}' is reserved: it means that polyattn decides for each request"
     return ""
 
 
@@ -170,7 +171,7 @@ def _distributions(problems: list[str]) -> list[Any]:
             context = importlib_metadata.DistributionFinder.Context(path=[entry])  # type: ignore[no-untyped-call]
             found += importlib_metadata.MetadataPathFinder.find_distributions(context)
         except Exception as error:  # noqa: BLE001 - likewise
-            problems.append(f"the entry {entry!r} of sys.path: {type(error).__name__}: {error}")
+            problems.append(f"the entry {shown(entry)} of sys.path: {type(error).__name__}: {error}")
     return found
 
 

@@ -3,7 +3,9 @@
 ::
 
     PolyattnError
-    ├── UnknownBackendError(LookupError)        no installed plugin has that name
+    ├── PluginNotFoundError(LookupError, ValueError)    no installed plugin has that name
+    │   ├── UnknownBackendError
+    │   └── UnknownRopeVariantError
     ├── DuplicatePluginError                    two distributions claim one name
     ├── BackendLoadError(ImportError)           a plugin raised while it was imported or checked
     ├── IncompatiblePluginError                 a plugin speaks another api_version
@@ -43,8 +45,20 @@ def _rebuild(cls: type[PolyattnError], args: tuple[Any, ...], state: dict[str, A
     return error
 
 
-class UnknownBackendError(PolyattnError, LookupError):
-    """No installed plugin has the name; the message lists what is installed and what to do."""
+class PluginNotFoundError(PolyattnError, LookupError, ValueError):
+    """No installed plugin has the name; the message lists what is installed and what to do.
+
+    It is a ``ValueError`` too, because the name is a value of a configuration: validators such as pydantic's take it
+    for one fault among others.
+    """
+
+
+class UnknownBackendError(PluginNotFoundError):
+    """No installed attention backend has the name."""
+
+
+class UnknownRopeVariantError(PluginNotFoundError):
+    """No installed RoPE variant has the name."""
 
 
 class DuplicatePluginError(PolyattnError):

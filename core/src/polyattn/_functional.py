@@ -8,6 +8,7 @@ from polyattn._backend import AttentionBackend, AttentionResult, prepare
 from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError, LayoutError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
+from polyattn._numbers import shown
 from polyattn._request import AttentionRequest, Reason
 from polyattn._select import resolve_backend
 
@@ -55,7 +56,7 @@ def attention(
     """
     check_layout_type(layout)
     if not isinstance(return_lse, bool):
-        raise AttentionInputError(f"return_lse must be True or False, got {return_lse!r}")
+        raise AttentionInputError(f"return_lse must be True or False, got {shown(return_lse)}")
     chosen = resolve_backend(backend)
     try:
         request = AttentionRequest.of(

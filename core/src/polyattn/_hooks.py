@@ -27,6 +27,7 @@ from polyattn import _discovery
 from polyattn._discovery import HOOKS, Candidate
 from polyattn._errors import BackendLoadError
 from polyattn._loading import Failed, Fault, Loaded, Outcome, PluginInfo, describe, load
+from polyattn._numbers import shown
 from polyattn._once import Once, TableLock
 from polyattn._trust import trust
 
@@ -102,7 +103,7 @@ def register(plugin: object, name: str) -> None:
     fault = _fault(plugin)
     with _lock:
         if not fault and _manager.has_plugin(name):
-            fault = BackendLoadError, f"there is a hook plugin of that name: {_manager.get_plugin(name)!r}"
+            fault = BackendLoadError, f"there is a hook plugin of that name: {shown(_manager.get_plugin(name))}"
         if not fault:
             _manager.register(plugin, name)
     if fault:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn._errors import ConfigError
+from polyattn._numbers import listed, shortened, shown
 
 
 def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:
@@ -34,20 +35,20 @@ def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:
         raise ConfigError(f"options of backend '{owner}' must be a mapping, got {type(given).__name__}")
     hints = typing.get_type_hints(kind)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    problems = [f"unknown option {name!r}" for name in given if name not in fields]
+    problems = [f"unknown option {shown(name)}" for name in given if name not in fields]
     problems += [
-        f"option {name!r} must be {_type_name(fields[name])}, got {value!r}"
+        f"option {shown(name)} must be {_type_name(fields[name])}, got {shown(value)}"
         for name, value in given.items()
         if name in fields and not _matches(value, fields[name])
     ]
     if problems:
         listed = ", ".join(f"{name}: {_type_name(hint)}" for name, hint in fields.items())
-        raise ConfigError(f"options of backend '{owner}': {'; '.join(problems)}; the options are {listed}")
+        raise ConfigError(f"options of backend '{owner}': {shortened('; '.join(problems))}; the options are {listed}")
     return kind(**given)
 
 
 def _shown(given: Any) -> str:
-    return ", ".join(map(str, given)) if isinstance(given, Mapping) else repr(given)
+    return listed(given) if isinstance(given, Mapping) else shown(given)
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -70,5 +71,5 @@ def _matches(value: Any, hint: Any) -> bool:
 
 def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
-        return f"one of {', '.join(map(repr, typing.get_args(hint)))}"
+        return f"one of {listed(typing.get_args(hint))}"
     return getattr(hint, "__name__", None) or str(hint).replace("typing.", "")

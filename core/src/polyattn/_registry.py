@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from polyattn import _discovery, _hooks
-from polyattn._contract import BACKEND, ROPE_VARIANT, Contract, shown
+from polyattn._contract import BACKEND, ROPE_VARIANT, Contract, type_name
 from polyattn._discovery import BACKENDS, Candidate, candidate, illegal_name, normalized
 from polyattn._errors import (
     BackendLoadError,
@@ -25,7 +25,6 @@ from polyattn._errors import (
     ConfigError,
     DuplicatePluginError,
     PolyattnError,
-    UnknownBackendError,
 )
 from polyattn._loading import (
     Failed,
@@ -38,6 +37,7 @@ from polyattn._loading import (
     undo_if_load_fails,
 )
 from polyattn._names import conflict, unknown
+from polyattn._numbers import shown
 from polyattn._once import Once
 from polyattn._registrations import Registrations
 from polyattn._trust import trust
@@ -74,7 +74,7 @@ class Registry:
         :meth:`infos` to tell them apart.
 
         Raises:
-            UnknownBackendError: nothing installed or registered has that name.
+            PluginNotFoundError: nothing installed or registered has that name.
         """
         claims = self._claims(name)
         try:
@@ -102,7 +102,7 @@ class Registry:
         """The plugin object called ``name``, imported and checked at its first use.
 
         Raises:
-            UnknownBackendError: nothing has that name; the text says which names there are and how to get it.
+            PluginNotFoundError: nothing has that name; the text says which names there are and how to get it.
             DuplicatePluginError: several distributions claim it.
             BlockedPluginError: an allow or disable list forbids it; none of its code was run.
             BackendLoadError: importing or checking it failed, now or earlier; :meth:`refresh` tries again.
@@ -126,7 +126,9 @@ class Registry:
             return obj
         configure = getattr(obj, "configure", None)
         if configure is None:
-            raise ConfigError(f"{self._contract.noun} '{obj.name}' has no options, got {options!r}; leave them out")
+            raise ConfigError(
+                f"{self._contract.noun} '{obj.name}' has no options, got {shown(options)}; leave them out"
+            )
         return self._checked(configure(options))
 
     def register(self, name: str, obj: Any, replace: bool = False) -> None:
@@ -162,14 +164,14 @@ class Registry:
         """Take back what :meth:`register` did to ``name``.
 
         Raises:
-            UnknownBackendError: the name was not registered in code.
+            PluginNotFoundError: the name was not registered in code.
             DuplicatePluginError: a plugin does this to another's name while it is imported.
         """
         claim = self._in_code.registered(name)
         if claim is None:
-            raise UnknownBackendError(
+            raise self._contract.not_found(
                 f"no {self._contract.noun} '{name}' was registered in code; what is installed is uninstalled with pip, "
-                f"or kept from loading with disable([{name!r}])"
+                f"or kept from loading with disable([{shown(name)}])"
             )
         self._refuse_theft(name, [claim])
         self._withdraw(claim, None)
@@ -237,11 +239,11 @@ class Registry:
 
     def _claims(self, name: str) -> list[Candidate]:
         if not isinstance(name, str):
-            raise UnknownBackendError(f"a {self._contract.noun}'s name must be a str, got {name!r}")
+            raise self._contract.not_found(f"a {self._contract.noun}'s name must be a str, got {shown(name)}")
         in_code = self._in_code.top(name)
         claims = [in_code] if in_code else self._claims_installed(name)
         if not claims:
-            raise UnknownBackendError(unknown(self._contract.group, self._contract.noun, name, self.names()))
+            raise self._contract.not_found(unknown(self._contract.group, self._contract.noun, name, self.names()))
         return claims
 
     def _claims_installed(self, name: str) -> list[Candidate]:
@@ -289,7 +291,7 @@ class Registry:
         fault = self._contract.fault(obj, name)
         if fault:
             kind, problem = fault
-            raise kind(f"{shown(obj)} is no {self._contract.noun}: {problem}", name=name or "")
+            raise kind(f"{type_name(obj)} is no {self._contract.noun}: {problem}", name=name or "")
         return obj
 
     def _claim(self, name: str, obj: Any) -> Candidate:
@@ -298,7 +300,7 @@ class Registry:
         fault = claim.fault if claim else illegal_name(group, name)
         if fault:
             raise BackendLoadError(
-                f"cannot register {_value(obj)} as {self._contract.noun} {name!r}: {fault}", name=name
+                f"cannot register {_value(obj)} as {self._contract.noun} {shown(name)}: {fault}", name=name
             )
         if claim is None:
             claim = Candidate(group, name, _value(obj), serial=next(_serials))
@@ -341,7 +343,7 @@ def _leads_to(holder: Candidate, obj: Any) -> bool:
 
 
 def _value(obj: Any) -> str:
-    return obj if isinstance(obj, str) else shown(obj)
+    return obj if isinstance(obj, str) else type_name(obj)
 
 
 def _list(holders: list[Candidate]) -> str:
@@ -351,7 +353,7 @@ def _list(holders: list[Candidate]) -> str:
 def _texts(method: str, given: Iterable[str]) -> tuple[str, ...]:
     texts = () if isinstance(given, str) else tuple(given)
     if isinstance(given, str) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"{method}() needs a list of strings, got {given!r}")
+        raise ConfigError(f"{method}() needs a list of strings, got {shown(given)}")
     return texts
 
 

@@ -155,7 +155,7 @@ class AttentionRequest:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "bool" and not isinstance(value, bool):
-                problems.append(f"{field.name} must be True or False, got {value!r}")
+                problems.append(f"{field.name} must be True or False, got {shown(value)}")
         if self.needs_lse_grad and not self.needs_lse:
             problems.append("needs_lse_grad must come with needs_lse=True, got needs_lse=False")
         if self.needs_bias_grad and not self.has_bias:
@@ -168,9 +168,9 @@ class AttentionRequest:
 
         wrong: list[str] = []
         if not isinstance(self.dtype, torch.dtype):
-            wrong.append(f"dtype must be a torch.dtype, got {self.dtype!r}")
+            wrong.append(f"dtype must be a torch.dtype, got {shown(self.dtype)}")
         if not isinstance(self.device, torch.device):
-            wrong.append(f"device must be a torch.device, got {self.device!r}; make one with torch.device(...)")
+            wrong.append(f"device must be a torch.device, got {shown(self.device)}; make one with torch.device(...)")
         return wrong
 
     def _is_finite(self, value: object) -> bool:

@@ -18,6 +18,7 @@ from polyattn._errors import AttentionInputError
 from polyattn._layout import MaskLayout
 from polyattn._layout.checks import on_host
 from polyattn._layout.operations import is_placed, steps_by_one
+from polyattn._numbers import shown
 from polyattn._request import AttentionRequest
 from polyattn._rope import RotaryEmbedding, RotaryTables
 from polyattn._select import resolve_backend
@@ -57,7 +58,7 @@ class AttentionScope:
             isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0
         ):
             raise AttentionInputError(
-                f"length must be an int >= 0, the length of the sequence, or None, got {length!r}; "
+                f"length must be an int >= 0, the length of the sequence, or None, got {shown(length)}; "
                 "a host int, never a tensor"
             )
         self._context_layout = context_layout

@@ -20,6 +20,7 @@ from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError, ConfigError, LayoutError, PolyattnError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
 from polyattn._loading import brief
+from polyattn._numbers import shown
 from polyattn._registry import backends
 from polyattn._request import AttentionRequest, Reason
 
@@ -95,7 +96,8 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
         if policy is not None:
             if policy not in usable:
                 raise ConfigError(
-                    f"the hook polyattn_select_backend must return one of {', '.join(usable)} or None, got {policy!r}"
+                    f"the hook polyattn_select_backend must return one of {', '.join(usable)} or None, "
+                    f"got {shown(policy)}"
                 )
             return Decision(policy, candidates, "the site's policy")
     chosen = min(usable, key=lambda name: (-ranks[name], name))
@@ -117,14 +119,16 @@ def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> Att
     """
     if backend is None or isinstance(backend, (bool, int, float, list, tuple, dict)):
         raise ConfigError(
-            f"backend must be a name ('polyattn list' shows them), 'auto' or a backend object, got {backend!r}"
+            f"backend must be a name ('polyattn list' shows them), 'auto' or a backend object, got {shown(backend)}"
         )
     if isinstance(backend, str) and torch.compiler.is_compiling():
-        raise ConfigError(_OUTSIDE.format(f"backend must be an object inside a compiled function, got {backend!r}"))
+        raise ConfigError(
+            _OUTSIDE.format(f"backend must be an object inside a compiled function, got {shown(backend)}")
+        )
     if backend == AUTO:
         if options:
             raise ConfigError(
-                f"backend_options must be empty with attn_backend 'auto', got {dict(options)}; name the backend"
+                f"backend_options must be empty with attn_backend 'auto', got {shown(options)}; name the backend"
             )
         return _auto
     resolved: AttentionBackend = backends.resolve(backend, options)
@@ -186,7 +190,7 @@ def _reasons(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[
     try:
         reasons = backend.unsupported(layout, request)
         if not isinstance(reasons, tuple) or not all(isinstance(reason, Reason) for reason in reasons):
-            raise TypeError(f"must return a tuple of Reason, got {reasons!r}")  # noqa: TRY301 - as if it had raised it
+            raise TypeError(f"must return a tuple of Reason, got {shown(reasons)}")  # noqa: TRY301 - as if it had raised it
     except (LayoutError, AttentionInputError):
         raise  # about the question, not about the backend
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from polyattn._errors import ConfigError
+from polyattn._numbers import shortened, shown
 
 
 def read_yaml(path: str | Path, what: str = "config file") -> dict[str, Any]:
@@ -24,7 +25,7 @@ def read_yaml(path: str | Path, what: str = "config file") -> dict[str, Any]:
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Strict)  # noqa: S506 - it is a SafeLoader
     except (OSError, ValueError, OverflowError, yaml.YAMLError) as error:  # the loader lets bad dates and numbers pass
-        raise ConfigError(f"{what} {path} cannot be read: {error}") from error
+        raise ConfigError(f"{what} {path} cannot be read: {shortened(str(error))}") from error
     except RecursionError as error:
         raise ConfigError(f"{what} {path} cannot be read: it is nested too deeply") from error
     if not isinstance(content, dict):
@@ -44,7 +45,7 @@ class _Strict(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(
                         "while reading a mapping",
                         node.start_mark,
-                        f"the key {key_node.value!r} is given twice",
+                        f"the key {shown(key_node.value)} is given twice",
                         key_node.start_mark,
                     )
                 seen.add(key_node.value)

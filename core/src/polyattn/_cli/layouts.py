@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from polyattn._numbers import shown
+
 if TYPE_CHECKING:
     from polyattn._layout import MaskLayout
 
@@ -32,9 +34,11 @@ def _ints(_: click.Context, __: click.Parameter, value: str | None) -> list[int]
     try:
         numbers = None if value is None else [int(part) for part in value.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{value!r} must be whole numbers with commas between them, such as 3,5,8") from None
+        raise click.BadParameter(
+            f"{shown(value)} must be whole numbers with commas between them, such as 3,5,8"
+        ) from None
     if numbers and sum(map(abs, numbers)) > LARGEST:
-        raise click.BadParameter(f"{value!r} must add up to at most {LARGEST}")
+        raise click.BadParameter(f"{shown(value)} must add up to at most {LARGEST}")
     return numbers
 
 

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from polyattn._cli.picture import save
 from polyattn._errors import PolyattnError, RopeConfigError
+from polyattn._numbers import shown
 
 if TYPE_CHECKING:
     from polyattn import RopeSpec
@@ -24,9 +25,9 @@ def _positions(_: click.Context, __: click.Parameter, given: str) -> list[int]:
     try:
         found = [int(position) for position in given.split(",")]
     except ValueError as error:
-        raise click.BadParameter(f"must be integers between commas, got {given!r}") from error
+        raise click.BadParameter(f"must be integers between commas, got {shown(given)}") from error
     if any(abs(position) >= 2**63 for position in found):
-        raise click.BadParameter(f"must be less than 2**63, as positions are, got {given!r}")
+        raise click.BadParameter(f"must be less than 2**63, as positions are, got {shown(given)}")
     return found
 
 
@@ -106,7 +107,7 @@ def _refuse_options(reading: dict[str, Any]) -> None:
 def _refuse_other_width(data: dict[str, Any], head_dim: int | None) -> None:
     said = {name: data[name] for name in _WIDTHS if data.get(name) is not None}
     if head_dim is not None and said and head_dim not in said.values():
-        widths = ", ".join(f"'{name}' {width!r}" for name, width in said.items())
+        widths = ", ".join(f"'{name}' {shown(width)}" for name, width in said.items())
         raise RopeConfigError(f"it says {widths}, which --head-dim {head_dim} contradicts; leave out --head-dim")
 
 

@@ -21,6 +21,7 @@ from polyattn._layout.fit import fit
 from polyattn._layout.lowering import Host, Known, Lowered, check_segment_prefixes, lower, read_host
 from polyattn._layout.structured import MaskMod, StructuredMask, pick
 from polyattn._layout.visibility import Visibility, dense_rows, held, moved, pinned, to_mod
+from polyattn._numbers import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -241,7 +242,7 @@ class LayoutBase:
                 pickle.dumps(self.visibility, protocol=int(protocol))
             except Exception as error:
                 raise LayoutError(
-                    f"mask_mod must pickle to pickle its layout, got {self.visibility!r}, which does not ({error}); "
-                    "define it at the top level of a module, or make the layout where it is used"
+                    f"mask_mod must pickle to pickle its layout, got {shown(self.visibility)}, which does not "
+                    f"({error}); define it at the top level of a module, or make the layout where it is used"
                 ) from error
         return super().__reduce_ex__(protocol)

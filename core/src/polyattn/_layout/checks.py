@@ -31,7 +31,7 @@ def check_int(name: str, value: object, least: int = 0, *, most: int | None = LA
 def check_flag(name: str, value: object) -> None:
     """Refuse anything but True and False."""
     if not isinstance(value, bool):
-        raise LayoutError(f"{name} must be True or False, got {value!r}")
+        raise LayoutError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_window(window: object) -> None:
@@ -141,7 +141,7 @@ def ints(name: str, values: object) -> list[int]:
     whole = [x for x in items if hasattr(x, "__index__") and not isinstance(x, bool)]
     numbers = [x if isinstance(x, int) else x.__index__() for x in whole]
     if len(numbers) != len(items):
-        raise LayoutError(f"{name} must be ints or an integer tensor, got {values!r}")
+        raise LayoutError(f"{name} must be ints or an integer tensor, got {shown(values)}")
     for number in numbers:
         if not -(2**63) <= number < 2**63:
             raise LayoutError(f"{name} must be ints that fit int64, got {shown(number)}")

@@ -16,6 +16,7 @@ from polyattn._layout.checks import Copied, as_index, check_bool, check_int, che
 from polyattn._layout.lowering import Known, Lowered, read_host
 from polyattn._layout.structured import COMBINED, MaskMod, StructuredMask
 from polyattn._layout.visibility import pinned, selected
+from polyattn._numbers import shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -106,7 +107,9 @@ class MaskLayout(LayoutBase):
             given = "neither" if kv_valid is None else "both"
             raise LayoutError(f"padded() must get kv_valid or lengths, got {given}")
         if lengths is None and side != "right":
-            raise LayoutError(f"side must go with lengths, got side={side!r} with kv_valid, which shows the padding")
+            raise LayoutError(
+                f"side must go with lengths, got side={shown(side)} with kv_valid, which shows the padding"
+            )
         copies: list[Copied] = []
         if lengths is not None:
             copies = [segments.valid_keys(lengths, kv_len, side, validate=validate)]
@@ -363,7 +366,7 @@ class MaskLayout(LayoutBase):
     def select_heads(self, index: slice) -> MaskLayout:
         """The layout of some of the heads. One that is the same for all heads (``heads == 1``) stays as it is."""
         if not isinstance(index, slice):
-            raise LayoutError(f"index must be a slice of heads, got {index!r}")
+            raise LayoutError(f"index must be a slice of heads, got {shown(index)}")
         if self.heads == 1 or isinstance(self.visibility, StructuredMask):
             return self
         part, _, count = as_index(index, self.heads, validate=True)

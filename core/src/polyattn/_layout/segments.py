@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import Copied, check_int, check_ints, ints, read
+from polyattn._numbers import shown
 
 Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
@@ -86,7 +87,7 @@ def valid_keys(lengths: Sequence[int] | Tensor, kv_len: int | None, side: str, *
         raise LayoutError("kv_len must be given with lengths, got None")
     check_int("kv_len", kv_len)
     if side not in ("left", "right"):
-        raise LayoutError(f"side must be 'left' or 'right', where the padding is, got {side!r}")
+        raise LayoutError(f"side must be 'left' or 'right', where the padding is, got {shown(side)}")
 
     def valid(count: Tensor) -> Tensor:
         keys = torch.arange(kv_len, dtype=count.dtype, device=count.device)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polyattn._errors import ConfigError
+from polyattn._numbers import listed, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ def group_fields(value: object, where: str) -> dict[str, Any]:
     if isinstance(value, LayerGroup):
         return {"layers": value.layers, **value.overrides}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must be a mapping with 'layers', got {value!r}")
+        raise ConfigError(f"{where} must be a mapping with 'layers', got {shown(value)}")
     return dict(value)
 
 
@@ -57,13 +58,13 @@ def check_group_keys(fields: Mapping[str, Any], where: str, known: Sequence[str]
         ConfigError: names the keys.
     """
     if "layers" not in fields:
-        raise ConfigError(f"{where} must be a mapping with 'layers', got {dict(fields)!r}")
-    unknown = [repr(key) for key in fields if key != "layers" and key not in known]
+        raise ConfigError(f"{where} must be a mapping with 'layers', got {shown(dict(fields))}")
+    unknown = [key for key in fields if key != "layers" and key not in known]
     if unknown:
-        raise ConfigError(f"unknown key {', '.join(unknown)} in {where}; the keys are layers, {', '.join(known)}")
+        raise ConfigError(f"unknown key {listed(unknown)} in {where}; the keys are layers, {', '.join(known)}")
     if len(fields) == 1:
         raise ConfigError(
-            f"{where} must override something for its layers, got only layers={fields['layers']!r}; "
+            f"{where} must override something for its layers, got only layers={shown(fields['layers'])}; "
             f"give one of {', '.join(known)}, or leave the group out"
         )
 
@@ -82,9 +83,9 @@ def read_layers(value: object, where: str) -> tuple[int, ...] | str:
         or not value
         or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
     ):
-        raise ConfigError(f"{where} must be a list of indices >= 0 or a slice such as '5::6', got {value!r}")
+        raise ConfigError(f"{where} must be a list of indices >= 0 or a slice such as '5::6', got {shown(value)}")
     if len(set(value)) < len(value):
-        raise ConfigError(f"{where} must name each layer once, got {list(value)}")
+        raise ConfigError(f"{where} must name each layer once, got {shown(list(value))}")
     return tuple(value)
 
 
@@ -96,7 +97,7 @@ def _slice(text: str, where: str = "layers") -> tuple[int, int | None, int]:
     start, stop, step = (*numbers, None, None)[:3] if 2 <= len(numbers) <= 3 else (-1, None, None)
     start, step = (0 if start is None else start), (1 if step is None else step)
     if start < 0 or step < 1 or (stop is not None and stop < 0):
-        raise ConfigError(f"{where} must be a slice 'start:stop:step' of non-negative numbers, got {text!r}")
+        raise ConfigError(f"{where} must be a slice 'start:stop:step' of non-negative numbers, got {shown(text)}")
     if stop is not None and stop <= start:
-        raise ConfigError(f"{where} must speak of a layer, got {text!r}: a slice that stops at {stop} holds none")
+        raise ConfigError(f"{where} must speak of a layer, got {shown(text)}: a slice that stops at {stop} holds none")
     return start, stop, step

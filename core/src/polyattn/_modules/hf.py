@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyattn._errors import ConfigError
 from polyattn._modules.spec import AttentionSpec, QKNorm
-from polyattn._numbers import is_number, shown
+from polyattn._numbers import is_number, listed, shown
 from polyattn._rope import RopeSpec
 from polyattn._rope.hf import refuse_canonical_keys
 
@@ -74,7 +74,7 @@ def read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
     data = _dictionary(config)
     family = _family(data)
     if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
-        raise ConfigError(f"layer must be the index of a layer, an int >= 0, got {layer!r}")
+        raise ConfigError(f"layer must be the index of a layer, an int >= 0, got {shown(layer)}")
     heads = _int(data, "num_attention_heads")
     hidden = _int(data, "hidden_size")
     head_dim = data.get("head_dim")
@@ -89,7 +89,7 @@ def read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
     kv_heads = data.get("num_key_value_heads")
     bias = data.get("attention_bias") if family.biases else False
     if not (bias is None or isinstance(bias, bool)):
-        _fault(data, f"attention_bias must be true or false, got {bias!r}")
+        _fault(data, f"attention_bias must be true or false, got {shown(bias)}")
     scale, rotates = _specialities(data, layer)
     kind = _layer_type(data, layer, family)
     return AttentionSpec(
@@ -113,7 +113,7 @@ def read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
 def check_count(layers: object) -> None:
     """Refuse anything but a number of layers."""
     if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-        raise ConfigError(f"layers must be the number of layers, an int >= 1, got {layers!r}")
+        raise ConfigError(f"layers must be the number of layers, an int >= 1, got {shown(layers)}")
 
 
 def write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, Any]:
@@ -162,7 +162,11 @@ def write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, An
         }
     for layer, spec in enumerate(specs):
         want, back = spec.to_dict(), read_spec(data, layer, convention="serving").to_dict()
-        lost = [f"{name} {want[name]!r} would be read as {back[name]!r}" for name in want if back[name] != want[name]]
+        lost = [
+            f"{name} {shown(want[name])} would be read as {shown(back[name])}"
+            for name in want
+            if back[name] != want[name]
+        ]
         if lost:
             _fault(data, f"it cannot carry this spec: {'; '.join(lost)} (layer {layer})")
     return data
@@ -219,7 +223,7 @@ def _dictionary(config: Any) -> dict[str, Any]:
     canonical = [name for name in CANONICAL_ONLY if name in data]
     if canonical:
         raise ConfigError(
-            f"config must not carry the canonical-only keys {', '.join(map(repr, canonical))}; "
+            f"config must not carry the canonical-only keys {listed(canonical)}; "
             "AttentionSpec.from_dict reads the canonical form, and transformers dictionaries have no such keys"
         )
     refuse_canonical_keys(data)
@@ -227,10 +231,10 @@ def _dictionary(config: Any) -> dict[str, Any]:
 
 
 def _family(data: Mapping[str, Any]) -> _Family:
-    family = _FAMILIES.get(str(data.get("model_type")))
+    family = _FAMILIES.get(name) if isinstance(name := data.get("model_type"), str) else None
     if family is None:
         raise ConfigError(
-            f"model_type must be one of {', '.join(_FAMILIES)}, got {data.get('model_type')!r}; "
+            f"model_type must be one of {', '.join(_FAMILIES)}, got {shown(data.get('model_type'))}; "
             "for another model build the AttentionSpec field by field"
         )
     return family
@@ -246,11 +250,11 @@ def _specialities(data: Mapping[str, Any], layer: int) -> tuple[float | None, bo
         scale = None if scalar == data.get("head_dim") else float(scalar) ** -0.5
         for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
             if data.get(name):
-                _fault(data, f"{name} must be off, got {data[name]!r}: what it means differs between readers")
+                _fault(data, f"{name} must be off, got {shown(data[name])}: what it means differs between readers")
     elif data["model_type"] == "llama4_text":
         flags = data.get("no_rope_layers") or []
         if not isinstance(flags, (list, tuple)):
-            _fault(data, f"no_rope_layers must be a list of 0 and 1, got {flags!r}")
+            _fault(data, f"no_rope_layers must be a list of 0 and 1, got {shown(flags)}")
         interval = None if data.get("no_rope_layer_interval") is None else _int(data, "no_rope_layer_interval")
         if layer < len(flags):
             rotates = bool(flags[layer])
@@ -271,10 +275,10 @@ def _layer_type(data: Mapping[str, Any], layer: int, family: _Family) -> str:
     types = data.get("layer_types")
     if types is not None:
         if not isinstance(types, (list, tuple)):
-            _fault(data, f"layer_types must be a list of the types of all layers, got {types!r}")
+            _fault(data, f"layer_types must be a list of the types of all layers, got {shown(types)}")
         if layer >= len(types):
             _fault(data, f"layer must be one of the {len(types)} of layer_types, got {layer}")
-        kind = str(types[layer])
+        kind = types[layer]
     elif data["model_type"] == "gemma3_text":
         kind = "sliding_attention" if (layer + 1) % _int(data, "sliding_window_pattern") else "full_attention"
     elif data["model_type"] == "qwen3" and data.get("use_sliding_window"):
@@ -284,9 +288,9 @@ def _layer_type(data: Mapping[str, Any], layer: int, family: _Family) -> str:
     else:
         kind = "full_attention"
     known = {"full_attention", *(("sliding_attention",) if family.window == "sliding" else ())}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         hint = f"; {_CHUNK_HINT}" if kind == "chunked_attention" else ""
-        _fault(data, f"layer {layer} must be of type {' or '.join(sorted(known))}, got {kind!r}{hint}")
+        _fault(data, f"layer {layer} must be of type {' or '.join(sorted(known))}, got {shown(kind)}{hint}")
     return kind
 
 
@@ -334,4 +338,4 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _fault(data: Mapping[str, Any], text: str) -> NoReturn:
-    raise ConfigError(f"config of model_type {data.get('model_type')!r}: {text}")
+    raise ConfigError(f"config of model_type {shown(data.get('model_type'))}: {text}")

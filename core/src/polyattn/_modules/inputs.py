@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from polyattn._errors import AttentionInputError, ConfigError
 from polyattn._modules.spec import AttentionSpec, given
+from polyattn._numbers import shown
 from polyattn._scope import AttentionScope
 from polyattn._tensors import FLOATING
 
@@ -29,13 +30,13 @@ def check_making(fused_qkv: object, device: Any, dtype: object) -> None:
     if not isinstance(fused_qkv, bool):
         problems.append(f"fused_qkv must be True (one matrix for q, k and v) or False (three), got {given(fused_qkv)}")
     if dtype is not None and dtype not in FLOATING:
-        problems.append(f"dtype must be one of {', '.join(map(str, FLOATING))}, or None, got {dtype!r}")
+        problems.append(f"dtype must be one of {', '.join(map(str, FLOATING))}, or None, got {shown(dtype)}")
     if device is not None:
         try:
             torch.device(device)
         except (RuntimeError, TypeError) as error:
             said = str(error).splitlines()[0]
-            problems.append(f"device must be a torch.device, its name or None, got {device!r}: {said}")
+            problems.append(f"device must be a torch.device, its name or None, got {shown(device)}: {said}")
     if problems:
         raise ConfigError("; ".join(problems))
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from polyattn import _hooks
 from polyattn._errors import ConfigError
 from polyattn._modules.spec import AttentionSpec
+from polyattn._numbers import shown
 from polyattn._request import Reason
 
 
@@ -60,7 +61,9 @@ def check_servable(spec: AttentionSpec, target: str) -> tuple[Reason, ...]:
             "AttentionSpec.from_hf reads one from a transformers configuration"
         )
     if not isinstance(target, str):
-        raise ConfigError(f"serving_target must be the name of a target, such as {', '.join(TARGETS)}, got {target!r}")
+        raise ConfigError(
+            f"serving_target must be the name of a target, such as {', '.join(TARGETS)}, got {shown(target)}"
+        )
     reasons: list[Reason] = []
     known = target in TARGETS
     if known:
@@ -74,7 +77,7 @@ def check_servable(spec: AttentionSpec, target: str) -> tuple[Reason, ...]:
     if not known:
         raise ConfigError(
             f"serving_target must be one of {', '.join(TARGETS)} or known to an installed hook "
-            f"polyattn_check_servable, got {target!r}"
+            f"polyattn_check_servable, got {shown(target)}"
         )
     return tuple(reasons)
 

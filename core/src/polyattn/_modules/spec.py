@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from polyattn._errors import ConfigError
-from polyattn._numbers import is_number, shown
+from polyattn._numbers import is_number, shortened, shown
 from polyattn._rope import RopeSpec
 
 
@@ -30,11 +30,11 @@ class QKNorm:
     def __post_init__(self) -> None:
         problems = []
         if self.position not in ("before", "after"):
-            problems.append(f"qk_norm.position must be 'before' or 'after' the rotation, got {self.position!r}")
+            problems.append(f"qk_norm.position must be 'before' or 'after' the rotation, got {shown(self.position)}")
         if self.scope not in ("head", "projection"):
-            problems.append(f"qk_norm.scope must be 'head' or 'projection', got {self.scope!r}")
+            problems.append(f"qk_norm.scope must be 'head' or 'projection', got {shown(self.scope)}")
         if not isinstance(self.weighted, bool):
-            problems.append(f"qk_norm.weighted must be true or false, got {self.weighted!r}")
+            problems.append(f"qk_norm.weighted must be true or false, got {shown(self.weighted)}")
         if not is_number(self.eps) or not 0 < self.eps < 1:
             problems.append(f"qk_norm.eps must be a small positive number such as 1e-6, got {shown(self.eps)}")
         if problems:
@@ -132,7 +132,7 @@ class AttentionSpec:
             raise ConfigError(f"an attention spec must be a mapping, got {type(data).__name__}")
         version = data.get("schema_version")
         if version != cls.SCHEMA_VERSION or isinstance(version, bool):
-            got = repr(version) if "schema_version" in data else "none"
+            got = shown(version) if "schema_version" in data else "none"
             raise ConfigError(
                 f"schema_version of an attention spec must be {cls.SCHEMA_VERSION}, got {got}; "
                 "a transformers configuration is read by AttentionSpec.from_hf"
@@ -208,7 +208,7 @@ def _exact_fields(kind: type[Any], data: Any, prefix: str) -> dict[str, Any]:
     problems += [f"{prefix}{name} is unknown" for name in data if name not in wanted]
     if problems:
         raise ConfigError(
-            f"an attention spec must have exactly its fields: {'; '.join(problems)}; "
+            f"an attention spec must have exactly its fields: {shortened('; '.join(problems))}; "
             f"the fields are {', '.join(prefix + name for name in wanted)}"
         )
     return dict(data)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from polyattn._errors import RopeConfigError
+from polyattn._numbers import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +36,15 @@ class RopeAxes:
     def __post_init__(self) -> None:
         sections = self.sections
         if isinstance(sections, str) or not isinstance(sections, Sequence) or len(sections) < 2:
-            raise RopeConfigError(f"axes['sections'] must list the lanes of at least two axes, got {sections!r}")
+            raise RopeConfigError(f"axes['sections'] must list the lanes of at least two axes, got {shown(sections)}")
         if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sections):
-            raise RopeConfigError(f"axes['sections'] must hold ints >= 1, got {list(sections)!r}")
+            raise RopeConfigError(f"axes['sections'] must hold ints >= 1, got {shown(list(sections))}")
         if not isinstance(self.layout, str) or self.layout not in _LAYOUTS:
-            raise RopeConfigError(f"axes['layout'] must be one of {', '.join(_LAYOUTS)}, got {self.layout!r}")
+            raise RopeConfigError(f"axes['layout'] must be one of {', '.join(_LAYOUTS)}, got {shown(self.layout)}")
         if self.layout == "ernie" and len(set(sections[1:])) > 1:
             raise RopeConfigError(
                 f"axes['sections'] must give all axes but the first equally many lanes under layout 'ernie', "
-                f"got {list(sections)!r}"
+                f"got {shown(list(sections))}"
             )
         object.__setattr__(self, "sections", tuple(sections))
 
@@ -57,7 +58,7 @@ class RopeAxes:
         if isinstance(value, RopeAxes):
             return value
         if not isinstance(value, Mapping) or set(value) != {"sections", "layout"}:
-            got = sorted(map(str, value)) if isinstance(value, Mapping) else repr(value)
+            got = shown(sorted(map(str, value)) if isinstance(value, Mapping) else value)
             raise RopeConfigError(f"axes must be None or have exactly the keys 'sections' and 'layout', got {got}")
         return cls(sections=value["sections"], layout=value["layout"])
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from polyattn._errors import AttentionInputError, RopeConfigError
+from polyattn._numbers import shown
 from polyattn._registry import rope_variants
 from polyattn._rope.spec import RopeSpec
 from polyattn._rope.variant import RopeVariant, host_frequencies
@@ -171,7 +172,9 @@ class RotaryEmbedding(nn.Module):
         """Which rule serves ``length``."""
         if not self._breakpoints:
             if length is not None:
-                raise AttentionInputError(f"length must be None, got {length!r}: these frequencies do not depend on it")
+                raise AttentionInputError(
+                    f"length must be None, got {shown(length)}: these frequencies do not depend on it"
+                )
             return 0
         if isinstance(length, (bool, Tensor)) or not isinstance(length, (int, torch.SymInt)):
             raise AttentionInputError(

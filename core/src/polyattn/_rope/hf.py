@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from polyattn._errors import RopeConfigError
-from polyattn._numbers import shown
+from polyattn._numbers import listed, shortened, shown
 from polyattn._rope.axes import RopeAxes
 from polyattn._rope.hf_classes import (
     PAIRS,
@@ -73,7 +73,7 @@ def read(
 ) -> RopeSpec:
     """See :meth:`RopeSpec.from_hf`."""
     if convention not in CONVENTIONS:
-        raise RopeConfigError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
+        raise RopeConfigError(f"convention must be one of {', '.join(CONVENTIONS)}, got {shown(convention)}")
     found = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(found, Mapping):
         raise RopeConfigError(
@@ -118,7 +118,7 @@ def read(
             variant=kind, max_position=max_position, original_max_position=original, parameters=parameters, **values
         )
     except RopeConfigError as error:
-        raise RopeConfigError(f"config of model_type {data.get('model_type')!r}: {error}") from error
+        raise RopeConfigError(f"config of model_type {shown(data.get('model_type'))}: {error}") from error
 
 
 def write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def refuse_canonical_keys(dictionary: Mapping[str, Any]) -> None:
     found = [name for name in CANONICAL_ONLY if name in dictionary]
     if found:
         raise RopeConfigError(
-            f"config must not carry the canonical-only keys {', '.join(map(repr, found))}; "
+            f"config must not carry the canonical-only keys {listed(found)}; "
             "transformers dictionaries have no such keys; the canonical form, which has, is the one with "
             "'schema_version', and from_dict reads it"
         )
@@ -183,11 +183,11 @@ def refuse_canonical_keys(dictionary: Mapping[str, Any]) -> None:
 
 def _refuse_rope_at_the_top(data: Mapping[str, Any]) -> None:
     found = sorted(name for name in _INSIDE_ONLY if data.get(name) is not None)
-    found += ["type"] if str(data.get("type")) in _KEYS else []
+    found += ["type"] if data.get("type") in [*_KEYS] else []
     if found:
         fault(
             data,
-            f"{', '.join(map(repr, found))} must stand in rope_parameters (or rope_scaling), not at the top; "
+            f"{listed(found)} must stand in rope_parameters (or rope_scaling), not at the top; "
             "model_type, max_position_embeddings and the width of a head stand at the top",
         )
 
@@ -198,7 +198,7 @@ def _entry(data: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
     if any(not isinstance(rope, Mapping) for rope in given) or any(rope != given[0] for rope in given):
         fault(
             data,
-            f"rope_parameters and rope_scaling must be one dictionary, or null, got {' and '.join(map(str, given))}",
+            f"rope_parameters and rope_scaling must be one dictionary, or null, got {listed(given)}",
         )
     if data.get("dual_chunk_attention_config") is not None:
         fault(data, "dual_chunk_attention_config is not supported: it rotates queries several times")
@@ -214,17 +214,17 @@ def _entry(data: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
         rope, nested = {"full_attention": _with_top(data, rope), "sliding_attention": plain}, True
     if nested:
         if not isinstance(layer_type, str) or layer_type not in rope:
-            fault(data, f"layer_type must be one of {', '.join(map(str, rope))}, got {layer_type!r}")
+            fault(data, f"layer_type must be one of {listed(rope)}, got {shown(layer_type)}")
         if rope[layer_type] is None:
             fault(data, f"layer_type '{layer_type}' has no rotary embedding")
         entry = {**dict(_top(data)), **rope[layer_type]}
     else:
         if layer_type is not None and layer_type not in (data.get("layer_types") or ()):
-            fault(data, f"layer_type must be None, got {layer_type!r}: one rope serves all layers")
+            fault(data, f"layer_type must be None, got {shown(layer_type)}: one rope serves all layers")
         entry = _with_top(data, rope)
     thetas = data.get("layer_rope_theta") or []
     if not isinstance(thetas, Sequence) or any(theta and theta != entry.get("rope_theta") for theta in thetas):
-        fault(data, f"layer_rope_theta gives layers other bases, {thetas}; read one spec for each rope_theta")
+        fault(data, f"layer_rope_theta gives layers other bases, {shown(thetas)}; read one spec for each rope_theta")
     return entry
 
 
@@ -237,7 +237,10 @@ def _with_top(data: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any
     entry = dict(rope)
     for name, value in _top(data):
         if entry.get(name, value) not in (None, value):
-            fault(data, f"{name} is {value!r} at the top and {entry[name]!r} elsewhere: they contradict each other")
+            fault(
+                data,
+                f"{name} is {shown(value)} at the top and {shown(entry[name])} elsewhere: they contradict each other",
+            )
         entry[name] = value
     return entry
 
@@ -248,14 +251,14 @@ def _kind(data: Mapping[str, Any], entry: dict[str, Any]) -> str:
     if model_class(data) in {"phi3", "phi4_multimodal"}:
         aliases["yarn"] = "longrope"
     names = [entry[key] for key in ("rope_type", "type") if entry.get(key) is not None]
-    kinds = {aliases.get(name, name) for name in map(str, names)}
+    kinds = {aliases.get(name, name) if isinstance(name, str) else shown(name) for name in names}
     if len(kinds) > 1:
-        fault(data, f"rope_type and type contradict each other, got {names[0]!r} and {names[1]!r}")
+        fault(data, f"rope_type and type contradict each other, got {shown(names[0])} and {shown(names[1])}")
     if not kinds and not set(entry) <= {*_AT_THE_TOP, "rope_type", "type"}:
-        fault(data, f"'rope_type' is missing beside {', '.join(sorted(map(str, entry)))}")
+        fault(data, f"'rope_type' is missing beside {listed(sorted(map(str, entry)))}")
     kind = kinds.pop() if kinds else "default"
     if kind not in _KEYS:
-        fault(data, f"rope_type must be one of {', '.join(_KEYS)}, got {kind!r}")
+        fault(data, f"rope_type must be one of {', '.join(_KEYS)}, got {shown(kind)}")
     if "mrope" in names and entry.get("mrope_section") is None:
         fault(data, "'mrope_section' is missing beside type 'mrope'")
     if _ORIGINAL not in _KEYS[kind][0] and data.get(_ORIGINAL) is not None:
@@ -271,15 +274,17 @@ def _check_keys(data: Mapping[str, Any], entry: dict[str, Any], kind: str) -> No
         entry["factor"] = entry.get("factor") or 1.0
         if entry.get("mscale") != entry.get("mscale_all_dim"):
             fault(data, "mscale and mscale_all_dim must be equal beside alpha, where nothing reads them")
-    faults = [f"{name!r} is missing" for name in required if entry.get(name) is None]
-    faults += [f"{name!r} is unknown" for name in entry if name not in accepted]
+    faults = [f"{shown(name)} is missing" for name in required if entry.get(name) is None]
+    faults += [f"{shown(name)} is unknown" for name in entry if name not in accepted]
     if faults:
-        fault(data, f"{', '.join(faults)}; keys of rope_type '{kind}' are {', '.join(dict.fromkeys(accepted))}")
+        fault(
+            data, f"{shortened(', '.join(faults))}; keys of rope_type '{kind}' are {', '.join(dict.fromkeys(accepted))}"
+        )
 
 
 def _needed(data: Mapping[str, Any], where: Mapping[str, Any], name: str) -> Any:
     if where.get(name) is None:
-        fault(data, f"{name!r} is missing")
+        fault(data, f"{shown(name)} is missing")
     return where[name]
 
 
@@ -315,13 +320,13 @@ def _partial(data: Mapping[str, Any], entry: Mapping[str, Any], kind: str) -> fl
             fault(data, "'partial_rotary_factor' is missing, and this class has a default of its own")
         return 1.0
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
-        fault(data, f"partial_rotary_factor must be a number in (0, 1], got {factor!r}")
+        fault(data, f"partial_rotary_factor must be a number in (0, 1], got {shown(factor)}")
     return factor
 
 
 def _pairing(data: Mapping[str, Any], interleaved: bool | None, convention: str) -> bool:
     if interleaved is not None and not isinstance(interleaved, bool):
-        fault(data, f"interleaved must be True, False or None, got {interleaved!r}")
+        fault(data, f"interleaved must be True, False or None, got {shown(interleaved)}")
     known = class_pairing(data) if convention == "serving" else False
     if known is None:
         if interleaved is None:
@@ -342,7 +347,7 @@ def _axes(data: Mapping[str, Any], entry: Mapping[str, Any]) -> RopeAxes | None:
     layout = own or (asked[0] if asked else "contiguous")
     sections = entry.get("mrope_section") or own_sections
     if not isinstance(sections, (list, tuple, NoneType)):
-        fault(data, f"mrope_section must be a list of ints, got {sections!r}")
+        fault(data, f"mrope_section must be a list of ints, got {shown(sections)}")
     if asked not in ([], [layout]) or flags.get(layout) is False:
         fault(data, f"mrope_interleaved must agree with the lane order '{layout}', got {flags}")
     if sections is None:

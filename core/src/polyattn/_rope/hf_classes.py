@@ -30,7 +30,9 @@ def classes() -> dict[str, Any]:
 
 def model_class(data: Mapping[str, Any]) -> str:
     """The class that holds the rope: older files of composite models name the whole, newer ones the text part."""
-    name = str(data.get("model_type"))
+    name = data.get("model_type")
+    if not isinstance(name, str):
+        return ""
     known = {*classes()["half"], *classes()["adjacent"]}
     return f"{name}_text" if name not in known and f"{name}_text" in known else name
 
@@ -41,7 +43,7 @@ def class_pairing(data: Mapping[str, Any]) -> bool | None:
     if name in classes()["rope_interleave"]:
         given = data.get("rope_interleave", True)
         if not isinstance(given, bool):
-            fault(data, f"rope_interleave must be true or false, got {given!r}")
+            fault(data, f"rope_interleave must be true or false, got {shown(given)}")
         return given
     if name in classes()["adjacent"]:
         return True
@@ -56,7 +58,9 @@ def class_head_dim(data: Mapping[str, Any], layer_type: str | None) -> int:
     hidden, heads = data.get("hidden_size"), data.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
         fault(
-            data, f"'head_dim' is missing and hidden_size / num_attention_heads is {hidden} / {heads}; pass head_dim="
+            data,
+            f"'head_dim' is missing and hidden_size / num_attention_heads is {shown(hidden)} / {shown(heads)}; "
+            "pass head_dim=",
         )
     return hidden // heads
 
@@ -97,4 +101,4 @@ def size(data: Mapping[str, Any], name: str, value: Any) -> int:
 
 def fault(data: Mapping[str, Any], text: str) -> NoReturn:
     """Raise what is wrong with a configuration."""
-    raise RopeConfigError(f"config of model_type {data.get('model_type')!r}: {text}")
+    raise RopeConfigError(f"config of model_type {shown(data.get('model_type'))}: {text}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import AttentionInputError
+from polyattn._numbers import shown
 from polyattn._rope.embedding import RotaryTables, joined
 
 #: Elements of a piece. On the CPU its scratch stays in a core's cache, elsewhere it bounds memory. A tensor that fits
@@ -59,7 +60,7 @@ def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) ->
             "tables must not require grad, got some that do; the rotation has no gradient into them"
         )
     if interleaved is not True and interleaved is not False:
-        raise AttentionInputError(f"interleaved must be True or False, got {interleaved!r}; the spec says which")
+        raise AttentionInputError(f"interleaved must be True or False, got {shown(interleaved)}; the spec says which")
     table = cos.shape
     for name, x in named.items():
         shape = x.shape

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from polyattn._errors import RopeConfigError
-from polyattn._numbers import shown
+from polyattn._numbers import listed, shortened, shown
 from polyattn._registry import rope_variants
 from polyattn._rope.axes import RopeAxes
 from polyattn._rope.variant import is_float32
@@ -29,7 +29,7 @@ class Parameters(Mapping[str, ParameterValue]):
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            raise RopeConfigError(f"parameters must be a mapping from names to values, got {values!r}")
+            raise RopeConfigError(f"parameters must be a mapping from names to values, got {shown(values)}")
         self._items = {name: _parameter(name, values[name]) for name in sorted(values)}
 
     def __getitem__(self, name: str) -> ParameterValue:
@@ -69,7 +69,7 @@ class RopeSpec:
 
     Raises:
         RopeConfigError: a field is missing, of the wrong type or out of range, or the variant refuses the parameters.
-        UnknownBackendError: the variant is not installed; the message says what to install.
+        UnknownRopeVariantError: the variant is not installed; the message says what to install.
     """
 
     variant: str
@@ -103,20 +103,20 @@ class RopeSpec:
 
     def _problems(self) -> Iterator[str]:
         if not isinstance(self.variant, str):
-            yield f"variant must be the name of a rotary variant, got {self.variant!r}"
+            yield f"variant must be the name of a rotary variant, got {shown(self.variant)}"
         if not is_float32(self.theta) or self.theta <= 1:
             yield f"theta must be a finite float32 number greater than 1, got {shown(self.theta)}"
         if not isinstance(self.interleaved, bool):
             yield (
                 f"interleaved must be True (adjacent channels form a pair) or False (channel i pairs with "
-                f"i + rotary_dim/2), got {self.interleaved!r}; a model class fixes it"
+                f"i + rotary_dim/2), got {shown(self.interleaved)}; a model class fixes it"
             )
         sizes = {name: getattr(self, name) for name in ("head_dim", "rotary_dim", "max_position")}
         if self.original_max_position is not None:
             sizes["original_max_position"] = self.original_max_position
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                yield f"{name} must be an int >= 1, got {size!r}"
+                yield f"{name} must be an int >= 1, got {shown(size)}"
             elif size >= 2**63:
                 yield f"{name} must be less than 2**63, as positions are, got {shown(size)}"
             elif name == "rotary_dim" and size % 2:
@@ -147,7 +147,7 @@ class RopeSpec:
             raise RopeConfigError(f"a rotary spec must be a JSON object, got {type(data).__name__}")
         version = data.get("schema_version")
         if type(version) is not int or version != cls.SCHEMA_VERSION:
-            got = repr(version) if "schema_version" in data else "none"
+            got = shown(version) if "schema_version" in data else "none"
             raise RopeConfigError(
                 f"schema_version must be {cls.SCHEMA_VERSION}, got {got}; "
                 "a transformers config is read by RopeSpec.from_hf"
@@ -156,11 +156,11 @@ class RopeSpec:
         variant, parameters = data["variant"], data["parameters"]
         if isinstance(variant, str) and isinstance(parameters, Mapping):
             # Here, and not left to the variant: what it would fill in must be written too.
-            unwritten = [repr(name) for name in _defaults(variant) if name not in parameters]
+            unwritten = [name for name in _defaults(variant) if name not in parameters]
             if unwritten:
                 fault = (
-                    f"parameters of variant '{variant}': {', '.join(unwritten)} must be written too, although building "
-                    f"a spec fills in the default, got {', '.join(map(repr, parameters)) or 'no parameters'}"
+                    f"parameters of variant '{variant}': {listed(unwritten)} must be written too, although building "
+                    f"a spec fills in the default, got {listed(parameters) or 'no parameters'}"
                 )
                 try:
                     cls(**{name: data[name] for name in _FIELDS})
@@ -227,10 +227,10 @@ def _defaults(variant: str) -> Mapping[str, ParameterValue]:
 
 
 def _refuse_keys(what: str, got: set[str], need: tuple[str, ...]) -> None:
-    faults = [f"{name!r} is missing" for name in need if name not in got]
-    faults += [f"{name!r} is unknown" for name in sorted(got - set(need), key=str)]
+    faults = [f"{shown(name)} is missing" for name in need if name not in got]
+    faults += [f"{shown(name)} is unknown" for name in sorted(got - set(need), key=str)]
     if faults:
-        raise RopeConfigError(f"{what}: {', '.join(faults)}; the keys are {', '.join(need) or 'none'}")
+        raise RopeConfigError(f"{what}: {shortened(', '.join(faults))}; the keys are {', '.join(need) or 'none'}")
 
 
 def _parameter(name: str, value: Any) -> ParameterValue:
@@ -241,6 +241,6 @@ def _parameter(name: str, value: Any) -> ParameterValue:
     if is_float32(value):
         return float(value)
     raise RopeConfigError(
-        f"parameters[{name!r}] must be a finite float32 number, a list of such, a bool, a string or None, "
+        f"parameters[{shown(name)}] must be a finite float32 number, a list of such, a bool, a string or None, "
         f"got {shown(value)}"
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from polyattn._errors import RopeConfigError
-from polyattn._numbers import is_number
+from polyattn._numbers import is_number, listed, shortened, shown
 
 if TYPE_CHECKING:
     from polyattn._rope.spec import RopeSpec
@@ -102,7 +102,7 @@ def within(low: float, high: float) -> Rule:
 def one_of(*choices: object) -> Rule:
     """One of ``choices``."""
     return (
-        f"one of {', '.join(map(repr, choices))}",
+        f"one of {listed(choices)}",
         lambda value: value in choices and type(value) in map(type, choices),
     )
 
@@ -142,17 +142,17 @@ def check_spec(
     faults = []
     for name in {**rules, **spec.parameters}:
         if name not in rules:
-            faults.append(f"parameters[{name!r}] is unknown; accepted are {', '.join(rules) or 'none'}")
+            faults.append(f"parameters[{shown(name)}] is unknown; accepted are {', '.join(rules) or 'none'}")
         elif name not in spec.parameters:
-            faults.append(f"parameters[{name!r}] is missing; it must be {rules[name][0]}")
+            faults.append(f"parameters[{shown(name)}] is missing; it must be {rules[name][0]}")
         elif not rules[name][1](spec.parameters[name]):
-            faults.append(f"parameters[{name!r}] must be {rules[name][0]}, got {_shown(spec.parameters[name])}")
+            faults.append(f"parameters[{shown(name)}] must be {rules[name][0]}, got {shown(spec.parameters[name])}")
     if needs_original and spec.original_max_position is None:
         faults.append("original_max_position must be an int >= 1, got None")
     if not faults and contradictions is not None:
         faults = list(contradictions(spec))
     if faults:
-        raise RopeConfigError(f"rope variant '{spec.variant}': " + "; ".join(faults))
+        raise RopeConfigError(f"rope variant '{spec.variant}': " + shortened("; ".join(faults)))
 
 
 def number(spec: RopeSpec, name: str) -> float:
@@ -166,10 +166,6 @@ def original(spec: RopeSpec) -> int:
     """``original_max_position`` of a valid spec whose variant needs it."""
     assert spec.original_max_position is not None
     return spec.original_max_position
-
-
-def _shown(value: object) -> str:
-    return f"a list of {len(value)}" if isinstance(value, tuple) and len(value) > 8 else repr(value)
 
 
 def host_frequencies(variant: RopeVariant, spec: RopeSpec, length: int | None) -> tuple[list[float], float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class FinetuneConfig:
         kinds = {name: typing.get_origin(kind) or kind for name, kind in typing.get_type_hints(cls).items()}
         problems = [f"{name} is unknown; known are {', '.join(kinds)}" for name in content if name not in kinds]
         problems += [
-            f"{name} must be of type {kinds[name].__name__}, got {value!r}"
+            f"{name} must be of type {kinds[name].__name__}, got {reprlib.repr(value)[:80]}"
             for name, value in content.items()
             if name in kinds and type(value) is not kinds[name]
         ]

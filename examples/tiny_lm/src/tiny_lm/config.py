@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import reprlib
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ def _attention(own: dict[str, Any], model: object) -> AttentionConfig:
     attention = AttentionConfig.from_dict(own | sizes)
     width = sizes["hidden_size"]
     problems = [
-        f"groups[{index}].hidden_size must be that of the model, {width}, got {group['hidden_size']!r}; leave it out"
+        f"groups[{index}].hidden_size must be that of the model, {width}, got {_shown(group['hidden_size'])}; "
+        "leave it out"
         for index, group in enumerate(own.get("groups", ()))
         if group.get("hidden_size", width) != width
     ]
@@ -125,7 +127,7 @@ def _section(
     """Build a dataclass from a mapping; ``built`` makes the fields that do not stand in the mapping."""
     fields = {field.name: field for field in dataclasses.fields(kind) if field.name not in built}  # type: ignore[arg-type]
     if not isinstance(content, dict):
-        raise ConfigError(f"{where.rstrip('.')} must be a mapping of {', '.join(fields)}, got {content!r}")
+        raise ConfigError(f"{where.rstrip('.')} must be a mapping of {', '.join(fields)}, got {_shown(content)}")
     known = [*also_known, *fields]
     problems = [f"{where}{key} is unknown{_closest(key, known)}" for key in content if key not in fields]
     values: dict[str, Any] = {}
@@ -166,13 +168,19 @@ def _wrong(
     choices: Sequence[str] = (),
 ) -> list[str]:
     if choices:
-        return [] if value in choices else [f"{name} must be one of {', '.join(choices)}, got {value!r}"]
+        return [] if value in choices else [f"{name} must be one of {', '.join(choices)}, got {_shown(value)}"]
     what = "a whole number" if kind is int else "a number"
     accepted = int if kind is int else (int, float)
     beyond = isinstance(value, accepted) and value >= below
     upper = f" and below {below}" if below < LARGEST or beyond else ""
     if isinstance(value, accepted) and not isinstance(value, bool) and least <= value < below:
         return []
-    # YAML 1.1 knows no exponent without a point.
-    hint = "; write 1.0e-3, YAML reads 1e-3 as text" if isinstance(value, str) and "e" in value else ""
-    return [f"{name} must be {what} of at least {least:g}{upper}, got {value!r}{hint}"]
+    hint = ""
+    if isinstance(value, str) and "e" in value.lower():
+        hint = "; write 1.0e-3 or 1.0e+3, since YAML reads 1e-3 and 1.0e3 as text"
+    return [f"{name} must be {what} of at least {least:g}{upper}, got {_shown(value)}{hint}"]
+
+
+def _shown(value: object) -> str:
+    """A value from the file, short however much it contains."""
+    return reprlib.repr(value)[:200]

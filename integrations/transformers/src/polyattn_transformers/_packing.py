@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -128,7 +129,7 @@ def _device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        text = f"device must be a device of torch, such as 'cuda' or torch.device('cuda'), got {device!r}"
+        text = f"device must be a device of torch, such as 'cuda' or torch.device('cuda'), got {reprlib.repr(device)}"
         raise LayoutError(text) from error
 
 

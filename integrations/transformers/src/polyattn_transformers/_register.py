@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import reprlib
 import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType
@@ -102,10 +103,13 @@ def _check_arguments(model: object, name: object, options: object) -> None:
             "from_pretrained returns it"
         )
     if not isinstance(name, str):
-        raise ConfigError(f"name must be the name of a backend, got {name!r}; installed: {', '.join(installed())}")
+        raise ConfigError(
+            f"name must be the name of a backend, got {reprlib.repr(name)[:80]}; installed: {', '.join(installed())}"
+        )
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(
-            f"options must map names of the backend's options to values, got {options!r}; pass a dict, or leave it out"
+            f"options must map names of the backend's options to values, got {reprlib.repr(options)[:80]}; "
+            "pass a dict, or leave it out"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 
 from polyattn import ConfigError
@@ -35,11 +36,17 @@ class FlexOptions:
         problems = []
         if self.compile_limit < 1:
             problems.append(f"compile_limit must be at least 1, got {self.compile_limit}")
-        names = {name: name.removeprefix("fwd_").removeprefix("bwd_") for name in self.kernel_options}
+        names = {name: str(name).removeprefix("fwd_").removeprefix("bwd_") for name in self.kernel_options}
         foreign = [name for name, plain in names.items() if plain not in _TUNING]
         if foreign:
-            problems.append(f"kernel_options must be among {', '.join(sorted(_TUNING))}, got {', '.join(foreign)}")
-        wrong = [f"{name}={value!r}" for name, value in self.kernel_options.items() if not isinstance(value, int)]
+            problems.append(
+                f"kernel_options must be among {', '.join(sorted(_TUNING))}, got {', '.join(map(str, foreign))}"
+            )
+        wrong = [
+            f"{name}={reprlib.repr(value)[:80]}"
+            for name, value in self.kernel_options.items()
+            if not isinstance(value, int)
+        ]
         if wrong:
             problems.append(f"kernel_options must be integers or booleans, got {', '.join(wrong)}")
         if not self.compiled and (self.decode or self.kernel_options):

@@ -79,7 +79,7 @@ def _of_cuda(device: torch.device) -> tuple[Reason, ...]:
     if importlib.util.find_spec("triton") is None:
         hint = f"pip install triton; or {_UNCOMPILED}"
         need = "triton, which compiles the kernel"
-        reasons.append(Reason("no_triton", "kernel", "triton is not installed", need, hint))
+        reasons.append(Reason("no_triton", "kernel", "no installed package triton", need, hint))
     major, minor = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and major < 7:
         got = f"compute capability {major}.{minor} of {device}"

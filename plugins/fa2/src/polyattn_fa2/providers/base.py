@@ -179,7 +179,7 @@ class Provider(abc.ABC):
         return ()
 
     def _not_installed(self) -> Reason:
-        return Reason(NOT_INSTALLED, "kernel", f"{self.package} is not installed", self.needs, self.install)
+        return Reason(NOT_INSTALLED, "kernel", f"no installed package {self.package}", self.needs, self.install)
 
 
 def _gpu_reasons(device: torch.device) -> tuple[Reason, ...]:
