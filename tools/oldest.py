@@ -7,6 +7,7 @@ The numbers are read from the ``pyproject.toml`` of every distribution; ``make n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,4 +41,4 @@ def oldest() -> dict[str, Version]:
 
 
 if __name__ == "__main__":
-    print(*(f"{name}=={version}" for name, version in sorted(oldest().items())), sep="\n")
+    sys.stdout.writelines(f"{name}=={version}\n" for name, version in sorted(oldest().items()))

@@ -59,7 +59,9 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         click.echo(json.dumps(report, indent=2))
     else:
         _print(report)
-    ill = problems or strange or any(finding["status"] in _FAULTS for section in SECTIONS for finding in plugins[section])
+    ill = (
+        problems or strange or any(finding["status"] in _FAULTS for section in SECTIONS for finding in plugins[section])
+    )
     ctx.exit(1 if ill else 0)
 
 
