@@ -349,7 +349,6 @@ def test_a_backend_and_its_prepared_state_survive_pickle_and_deepcopy():
     assert pickle.loads(pickle.dumps(SDPA)) is SDPA
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")  # torch's own, when forward mode is first used
 @pytest.mark.parametrize("layout", [MaskLayout.causal(6), MaskLayout.packed([2, 4])], ids=["plain", "tiles"])
 def test_transforms_and_second_derivatives_name_eager(layout):
     q, k, v = tensors(grad=True)

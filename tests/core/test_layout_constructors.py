@@ -166,6 +166,26 @@ def test_a_mask_mod_may_capture_an_int_or_a_tensor_of_one_element(offset):
     assert rows(layout) == ["11110000", "11111000", "11111100", "11111110"]
 
 
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda table, q_idx, kv_idx: table[q_idx, kv_idx],
+        lambda table, q_idx, kv_idx: table[q_idx][kv_idx],
+        lambda table, q_idx, kv_idx: table[(q_idx,)].any() & table[q_idx - 3, kv_idx],
+        lambda table, q_idx, kv_idx: table[0, kv_idx] | table[-1, kv_idx] | table[[0, 1]].all(),
+        lambda table, q_idx, kv_idx: table[0][1] & table[q_idx, 1],
+    ],
+    ids=["element", "row, then element", "row", "ints beside tensors", "ints alone"],
+)
+def test_a_mask_mod_may_index_a_captured_tensor(select):
+    table = bools("110", "011", "101")
+    layout = MaskLayout.from_mod(lambda b, h, q_idx, kv_idx: select(table, q_idx, kv_idx), q_len=3, kv_len=3)
+    seen = [[bool(select(table, torch.tensor(i), torch.tensor(j))) for j in range(3)] for i in range(3)]
+    assert layout.to_dense()[0, 0].tolist() == seen
+    assert any(map(any, seen))
+    assert layout.rows_without_keys()[0, 0].tolist() == [not any(row) for row in seen]
+
+
 def test_a_mask_mod_of_one_batch_row_serves_every_batch_row():
     def mod(b, h, q_idx, kv_idx):
         return kv_idx <= b + h

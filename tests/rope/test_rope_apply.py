@@ -122,7 +122,6 @@ def test_the_gradient_is_the_inverse_rotation(path, interleaved):
     assert torch.allclose(got, by_definition(grad, RotaryTables(made.cos, -made.sin), interleaved), atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's own forward-mode formulas
 @pytest.mark.parametrize("interleaved", PAIRINGS)
 def test_any_order_differentiates_in_both_modes(path, interleaved):
     x = torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True)
@@ -183,7 +182,6 @@ def test_tables_with_other_angles_rotate_by_those(path, interleaved):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's own forward-mode formulas
 @pytest.mark.parametrize("interleaved", PAIRINGS)
 def test_forward_mode_nests(path, interleaved):
     x, made = torch.randn(1, 1, 3, 6, dtype=torch.float64), tables(3, 4)
@@ -295,7 +293,6 @@ def test_the_pairing_has_no_default():
         apply_rotary(X, X, GOOD)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's own forward-mode formulas
 def test_forward_mode_through_the_tables_of_long_sequences_is_refused(monkeypatch):
     from polyattn._rope import rotate
 

@@ -27,7 +27,7 @@ from polyattn._layout import MaskLayout
 from polyattn._options import configured_options
 from polyattn._request import AttentionRequest, Reason
 from polyattn._select import alternatives
-from polyattn._tensors import cast_for_autocast, saveable
+from polyattn._tensors import cast_for_autocast, knows_autocast, saveable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class PreparedAttention:
         request = self.request
         object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
         kind = request.device.type
-        object.__setattr__(self, "autocast_kind", kind if torch.amp.is_autocast_available(kind) else None)
+        object.__setattr__(self, "autocast_kind", kind if knows_autocast(kind) else None)
         object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
         second_order = "second_order" in getattr(self.backend, "abilities", ())
         refusal = None if second_order else functools.partial(_derivatives.refuse_second_order, self.backend.name)

@@ -19,13 +19,18 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _T = TypeVar("_T")
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast asks for on ``device``, or ``None`` when it is off or unknown there.
+def knows_autocast(kind: str) -> bool:
+    """Whether torch answers questions about autocast on devices of type ``kind``, which raise for ``meta``.
 
-    Asking torch about a device type without autocast (``meta``) raises, hence the first question.
+    Dynamo of torch 2.10 to 2.13 cannot trace this question; what is compiled runs on a device that has autocast.
     """
+    return kind != "meta" and (torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind))
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast asks for on ``device``, or ``None`` when it is off or unknown there."""
     kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not knows_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

@@ -162,7 +162,7 @@ def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool
     """
     if isinstance(index, slice):
         try:
-            chosen = range(*index.indices(size))
+            chosen = range(size)[index]  # not index.indices(size), which Dynamo of torch 2.10 cannot trace
         except (TypeError, ValueError) as error:
             raise LayoutError(f"index must be a slice of ints whose step is not 0, got {index}: {error}") from error
         if chosen.step > 0:

@@ -250,7 +250,7 @@ class GroupedQueryAttention(nn.Module):
         read = read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
         prepared, tables, context_tables = read.prepared, read.tables, read.context_tables
         parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
-        if not read.autocast:
+        if read.low is None:
             check_dtype(hidden, parts["qkv_proj" if self.fused_qkv else "q_proj"])
         q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
         spec = self.kind.spec

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """What a forward reads from its scope, the positions and the autocast dtype that it read with."""
+    """What a forward reads from its scope, the positions and the autocast dtype (``None``: off) that it read with."""
 
     prepared: PreparedAttention
     tables: RotaryTables | None
@@ -27,11 +27,6 @@ class Read(NamedTuple):
     positions: Tensor | None
     kv_positions: Tensor | None
     low: torch.dtype | None
-
-    @property
-    def autocast(self) -> bool:
-        """Whether autocast is on."""
-        return self.low is not None
 
     def holds(self, positions: Tensor | None, kv_positions: Tensor | None) -> bool:
         """Whether a layer of the same kind with arguments of the same shapes would read the same."""
