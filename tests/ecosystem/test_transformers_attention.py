@@ -249,7 +249,7 @@ def test_an_unknown_keyword_given_to_a_model_is_refused():
         model_of("llama", "polyattn_eager")(ids(), backend="sdpa")
 
 
-@pytest.mark.parametrize("keyword", ["use_cache", "output_hidden_states", "num_items_in_batch", "return_dict", "logits_to_keep"])
+@pytest.mark.parametrize("keyword", ["use_cache", "output_hidden_states", "num_items_in_batch", "return_dict"])
 def test_keywords_that_concern_no_attention_pass(keyword):
     model_of("llama", "polyattn_eager")(ids(), **{keyword: True})
 
@@ -270,7 +270,7 @@ def test_a_deterministic_kernel_is_asked_for(counted):
 
 def test_shapes_that_do_not_fit_the_mask_are_refused():
     q, k, v = tensors()
-    with pytest.raises(LayoutError, match=r"the mask of Layer is for 5 queries and 5 keys, but the layer has 5 and 7; give"):
+    with pytest.raises(LayoutError, match=r"the mask of Layer is for 5 queries and 5 keys, but it has 5 and 7"):
         attend(q, k, v, mask=layout_mask(ROWS, QUERIES, QUERIES))
 
 

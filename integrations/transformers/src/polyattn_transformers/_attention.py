@@ -189,9 +189,9 @@ def _from_tensor(mask: Tensor, query: Tensor, key: Tensor, bias: Tensor | None) 
 def _check_fit(module: nn.Module, layout: MaskLayout, q_len: int, kv_len: int) -> None:
     if (layout.q_len, layout.kv_len) != (q_len, kv_len):
         raise LayoutError(
-            f"the mask of {type(module).__name__} is for {layout.q_len} queries and {layout.kv_len} keys, but the layer has "
-            f"{q_len} and {kv_len}; give an attention_mask [B, K] with one entry for each token, or choose transformers' "
-            "own attn_implementation for a model that joins keys of its own to those of the tokens"
+            f"the mask of {type(module).__name__} is for {layout.q_len} queries and {layout.kv_len} keys, but it has "
+            f"{q_len} and {kv_len}; give an attention_mask [B, K] with one entry for each token, or choose "
+            "transformers' own attn_implementation for a model that joins keys of its own to those of the tokens"
         )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from polyattn_transformers._parts import RECURRENT, asks_interface
+from polyattn_transformers._parts import MIXERS, asks_interface
 
-_NO_ATTENTION = re.compile(rf"{RECURRENT.pattern}|Linear|Output|Pool|Bias")
+_NO_ATTENTION = re.compile(rf"{MIXERS.pattern}|Linear|Output|Pool|Bias")
 _OWN = {"_supports_sdpa": "sdpa", "_supports_flash_attn": "flash_attention_2", "_supports_flex_attn": "flex_attention"}
 
 
@@ -30,7 +30,7 @@ def obstacle(kind: type[PreTrainedModel], config: PretrainedConfig) -> str | Non
         reason = f"chooses a class for its attention by name and has {', '.join(map(repr, choices))} only"
     elif attentions and not any(asks_interface(value) for value in attentions):
         choices, reason = ["eager"], "attends without transformers' attention interface"
-    elif not attentions and any(RECURRENT.search(value.__name__) for value in own) and _takes_text(kind):
+    elif not attentions and any(MIXERS.search(value.__name__) for value in own) and _takes_text(kind):
         return "has no attention layers; leave attn_implementation out"
     elif (change := _change(kind, config)) is not None:
         choices, reason = ["eager"], change
@@ -94,8 +94,10 @@ def _changes(name: str, config: PretrainedConfig) -> Iterator[str]:
         yield "chooses blocks of keys for each query by an indexer"
     if name.startswith("Doge"):
         yield "adds a mask of its own, made from the values, to a mask of numbers"
+    if name.startswith(("Gemma4Assistant", "Gemma4UnifiedAssistant")):
+        yield "turns its mask of numbers round"
     if name.startswith("T5Gemma2") and not re.search("Encoder|Vision", name):
         yield "joins the masks of its encoder and its decoder into one of numbers"
-    if name.startswith("BigBirdPegasus") and "Causal" not in name and "Decoder" not in name:
-        if getattr(config, "attention_type", None) == "block_sparse":
-            yield "attends in random blocks by itself (attention_type='block_sparse'; 'original_full' would do)"
+    sparse = getattr(config, "attention_type", None) == "block_sparse"
+    if sparse and name.startswith("BigBirdPegasus") and not re.search("Causal|Decoder", name):
+        yield "attends in random blocks by itself (set config.attention_type = 'original_full' to use all keys)"

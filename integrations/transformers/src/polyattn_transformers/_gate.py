@@ -30,7 +30,7 @@ _PICTURES = ("pixel_values", "image_", "video_", "audio_", "input_features", "se
 
 def install() -> None:
     """Put the gate in front of every model of transformers; what runs on another implementation passes as it is."""
-    PreTrainedModel.__call__ = _gated
+    PreTrainedModel.__call__ = _gated  # type: ignore[method-assign]
 
 
 def _gated(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +66,8 @@ def _admit(model: PreTrainedModel, parts: Parts, given: Arguments) -> bool:
         return False
     if getattr(given.get("past_key_values"), "polyattn_packed", False) and _earlier(given["past_key_values"]):
         raise LayoutError(
-            "past_key_values must not hold packed documents, since nobody knows to which document a cached key belongs; "
-            "run each document alone to decode from it"
+            "past_key_values must not hold packed documents, since nobody knows to which document a cached key "
+            "belongs; run each document alone to decode from it"
         )
     if mask is None and positions is None and not named:
         return False

@@ -101,8 +101,8 @@ def _check_length(attention_mask: Tensor | None, span: Span) -> None:
     without_cache = earlier == 0 and found == span.kv_len
     if found < earlier + span.q_len or (without_cache and found != span.q_len):
         raise LayoutError(
-            f"attention_mask must be [B, K] with one entry for each of {earlier} cached and {span.q_len} new tokens, got "
-            f"{found} entries"
+            f"attention_mask must be [B, K] with one entry for each of {earlier} cached and {span.q_len} new tokens, "
+            f"got {found} entries"
         )
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-#: Names of layers that carry a state from token to token instead of asking which tokens they may see.
-RECURRENT = re.compile(r"Mamba|SSM|Delta(Net|Attention)|Recurrent|Rglru|Linear\w*Attention$|Lightning|Rwkv|[mx]LSTM|Retention")
+#: Names of layers that mix tokens in another way than by asking which tokens each may see.
+MIXERS = re.compile(
+    r"Mamba|SSM|Delta(Net|Attention)|Recurrent|Rglru|Linear\w*Attention$|Lightning|Rwkv|[mx]LSTM|Retention|Fourier|Patcher"
+)
 #: What numbers the tokens of RoBERTa and its relatives: positions start behind that of padding.
 _NUMBERS_TOKENS = frozenset({"create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"})
 _MAKES_MASK = re.compile(r"(create|update|prepare|make)\w*mask")
@@ -49,12 +51,15 @@ class Parts:
     turns: tuple[tuple[int, bool], ...]
 
 
+Asking = TypeVar("Asking", bound="Callable[..., Parts]")
 _known: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
 
 
 def functions_of(kind: type[Any]) -> Iterator[FunctionType]:
     """Every function that a class or one of its bases defines, without its decorators."""
     for base in kind.__mro__:
+        if base is PreTrainedModel:
+            continue  # knows of everything, and attends to nothing
         for value in vars(base).values():
             if isinstance(value, FunctionType):
                 yield inspect.unwrap(value)
@@ -65,7 +70,7 @@ def asks_interface(kind: type[Any]) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names for function in functions_of(kind))
 
 
-@torch._dynamo.assume_constant_result  # noqa: SLF001 (classes and names do not change between forwards)
+@cast("Callable[[Asking], Asking]", torch._dynamo.assume_constant_result)  # noqa: SLF001 (a model keeps its parts)
 def parts_of(model: PreTrainedModel) -> Parts:
     """What ``model`` is made of, looked at once."""
     if model not in _known:
@@ -113,8 +118,8 @@ def _mixes(module: nn.Module) -> bool:
     if isinstance(module, nn.RNNBase) or any(isinstance(one, nn.Conv1d) and one.kernel_size[0] > 1 for one in children):
         return True
     name = type(module).__name__
-    inside = any(RECURRENT.search(type(one).__name__) for one in module.modules() if one is not module)
-    named = bool(RECURRENT.search(name)) and "Norm" not in name
+    inside = any(MIXERS.search(type(one).__name__) for one in module.modules() if one is not module)
+    named = bool(MIXERS.search(name)) and "Norm" not in name
     return named and not inside and bool(children) and not asks_interface(type(module))
 
 

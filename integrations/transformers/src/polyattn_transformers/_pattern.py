@@ -144,8 +144,8 @@ def _sized(kind: str, name: str, size: object, least: int) -> Term | None:
         return None
     if size < least:
         raise LayoutError(
-            f"{name} must be at least {least}, or None where nothing is cut off, got {size} in the model's config, which "
-            f"would leave no key to see; set config.{name} = None"
+            f"{name} must be at least {least}, or None where nothing is cut off, got {size} in the model's config, "
+            f"which would leave no key to see; set config.{name} = None"
         )
     return kind, size
 

@@ -131,7 +131,9 @@ def _check_implementation(self: PreTrainedModel, requested_attention: str | None
         return checked
     name = load(requested_attention)
     if (reason := obstacle(type(self), self.config)) is not None:
-        raise ConfigError(f"attn_implementation={requested_attention!r} cannot serve {type(self).__name__}, which {reason}")
+        raise ConfigError(
+            f"attn_implementation={requested_attention!r} cannot serve {type(self).__name__}, which {reason}"
+        )
     return _add(name)
 
 
