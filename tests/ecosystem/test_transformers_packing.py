@@ -199,7 +199,7 @@ def test_gradients_stay_inside_a_document():
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
-        ({"segment_ids": SEGMENTS, "position_ids": PLAIN.remainder(3)}, "position_ids and segment_ids must describe"),
+        ({"segment_ids": SEGMENTS, "position_ids": PLAIN.remainder(3)}, "segment_ids and position_ids must describe"),
         ({"segment_ids": SEGMENTS, "seq_idx": SEGMENTS.clamp(max=1)}, "segment_ids and seq_idx must describe the same"),
         ({"segment_ids": SEGMENTS[:, :4]}, r"segment_ids must be Int\[B, K\] with one document per token"),
         ({"cu_seq_lens_q": OFFSETS}, "cu_seq_lens_q and cu_seq_lens_k must be given together"),

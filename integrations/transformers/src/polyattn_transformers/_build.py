@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
-from polyattn_transformers._documents import readable
+from polyattn_transformers._documents import ranks, readable
 from polyattn_transformers._pattern import MaskFunction, Pattern
 
 
@@ -109,6 +109,9 @@ def layout_of(pattern: Pattern, span: Span, padding: Tensor | None) -> MaskLayou
 def _positions(pattern: Pattern, span: Span, blocks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     if blocks is not None:
         return span.queries("block_sequence_ids", blocks), span.keys("block_sequence_ids", blocks)
+    if pattern.chunk is not None and pattern.documents is not None:
+        counted = ranks(pattern.documents)  # in every document from its first token, as when it is alone
+        return span.queries("packed sequence mask", counted), span.keys("packed sequence mask", counted)
     if pattern.chunk is not None:
         # Chunks are counted from the first token of a row, so the positions are absolute and shifted by its padding.
         start = pattern.chunk[1].to(span.device)[:, None]

@@ -126,22 +126,16 @@ class LayoutMask(NoTensor):
         """The layout with the layer's window and with documents that were described elsewhere than in the mask."""
         layout = with_own_window(self.layout, window)
         q_len, kv_len = layout.q_len, layout.kv_len
-        explicit = _documents.explicit(segments, batch, q_len, kv_len)
-        inferred = None
-        # Without mask and cache, transformers has read the positions itself, and its reading holds.
-        read = self.documents is not None and self.documents[0] == "position_ids"
-        if not read and position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == q_len > 1:
-            inferred = _documents.from_positions(position_ids, self.live, batch)
+        found = _documents.explicit(segments, batch, q_len, kv_len)
         if self.documents is not None:
-            # The mask keeps documents apart already; what else is said about them must agree.
-            name, ids = self.documents
-            if explicit is not None:
-                _documents.check_agree((name, explicit[0]), ids, explicit[1], self.live)
-            if inferred is not None:
-                _documents.check_agree((name, "position_ids"), ids, inferred, self.live)
+            if found is not None:
+                _documents.check_agree((self.documents[0], found[0]), self.documents[1], found[1], self.live)
             return layout
-        if explicit is not None:
-            name, q_ids, kv_ids = explicit
+        inferred = None
+        if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == q_len > 1:
+            inferred = _documents.from_positions(position_ids, self.live, batch)
+        if found is not None:
+            name, q_ids, kv_ids = found
             _documents.check_whole(name, q_ids, self.live)
             if inferred is not None:
                 _documents.check_agree((name, "position_ids"), q_ids, inferred, self.live)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -80,11 +81,14 @@ def _handed_back(mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
 def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask:
     check_size(packed, span.batch, span.q_len, span.kv_len)
     packed = packed.to(span.device)
-    simple = not (pattern.chunk or pattern.valid or pattern.opaque) and pattern.blocks is pattern.documents is None
-    layout = packed.layouts[pattern.causal and simple].with_window(pattern.window if simple else None)
-    if not simple:
-        layout = layout & layout_of(pattern, span, None)
-    return LayoutMask(layout, batch=span.batch, documents=("packed documents", packed.documents))
+    documents = (packed.name, packed.documents)
+    if pattern.chunk:
+        layout = layout_of(dataclasses.replace(pattern, documents=packed.documents), span, packed.live)
+    elif pattern.valid or pattern.opaque or pattern.blocks is not None:
+        layout = packed.layout(causal=False) & layout_of(pattern, span, None)
+    else:
+        layout = packed.layout(causal=pattern.causal).with_window(pattern.window)
+    return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents)
 
 
 def _padding(attention_mask: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor | None]:

@@ -18,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from polyattn import ConfigError
 from polyattn_transformers._attention import attention_forward, prepared_once
 from polyattn_transformers._backends import PREFIX, forget, installed, load
+from polyattn_transformers import _gate
 from polyattn_transformers._mask_function import layout_mask
 from polyattn_transformers._versions import check_version
 
@@ -45,6 +46,7 @@ def register(*, allow_untested: bool = False) -> tuple[str, ...]:
     prepared_once.cache_clear()
     implementations = tuple(_add(name) for name in installed())
     PreTrainedModel.get_correct_attn_implementation = _check_implementation  # type: ignore[method-assign]
+    _gate.install()
     return implementations
 
 
