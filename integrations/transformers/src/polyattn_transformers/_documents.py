@@ -97,8 +97,8 @@ def from_mask(mask: Tensor, length: int) -> tuple[Tensor | None, Tensor | None]:
     low, high = (int(value) for value in mask.aminmax())
     if low < 0:
         raise LayoutError(
-            f"attention_mask [B, K] must hold 0 for padding and 1, or the number of its document, where a token is, got "
-            f"{low}; say where documents lie with segment_ids= or polyattn_transformers.packed(...)"
+            f"attention_mask [B, K] must hold 0 for padding and 1, or the number of its document, where a token is, "
+            f"got {low}; say where documents lie with segment_ids= or polyattn_transformers.packed(...)"
         )
     if high <= 1:
         return live, None
@@ -123,7 +123,9 @@ def check_positions(position_ids: Tensor, batch: int, length: int) -> None:
         )
     shape = list(position_ids.shape)
     if shape[-1] != length or (len(shape) == 2 and shape[0] not in (1, batch)):
-        raise LayoutError(f"position_ids must be [B, K] with one position per token of {batch} rows of {length}, got {shape}")
+        raise LayoutError(
+            f"position_ids must be [B, K] with one position per token of {batch} rows of {length}, got {shape}"
+        )
 
 
 def ranks(documents: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ _PICTURES = ("pixel_values", "image_", "video_", "audio_", "input_features", "se
 
 def install() -> None:
     """Put the gate in front of every model of transformers; what runs on another implementation passes as it is."""
-    PreTrainedModel.__call__ = _gated
+    PreTrainedModel.__call__ = _gated  # type: ignore[method-assign]
 
 
 def _gated(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -39,8 +39,17 @@ def _gated(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         parts = parts_of(self)
         given = dict(zip(parts.names, args, strict=False)) | kwargs
         if _admit(self, parts, given):
-            return nn.Module.__call__(self, **given)
+            output = nn.Module.__call__(self, **given)
+            _mark(given.get("past_key_values"), getattr(output, "past_key_values", None))
+            return output
     return nn.Module.__call__(self, *args, **kwargs)
+
+
+def _mark(*caches: Any) -> None:
+    """Note on a cache that it holds documents and does not know where they lie."""
+    for cache in caches:
+        if hasattr(cache, "get_seq_length") and not torch.compiler.is_compiling():
+            cache.polyattn_packed = True
 
 
 def _admit(model: PreTrainedModel, parts: Parts, given: Arguments) -> bool:
@@ -53,7 +62,14 @@ def _admit(model: PreTrainedModel, parts: Parts, given: Arguments) -> bool:
     words = {name: given.get(name) for name in SEGMENTS}
     named = [name for name, value in words.items() if value is not None]
     size = _size(given)
-    if size is None or (mask is None and positions is None and not named):
+    if size is None:
+        return False
+    if getattr(given.get("past_key_values"), "polyattn_packed", False) and _earlier(given["past_key_values"]):
+        raise LayoutError(
+            "past_key_values must not hold packed documents, since nobody knows to which document a cached key "
+            "belongs; run each document alone to decode from it"
+        )
+    if mask is None and positions is None and not named:
         return False
     if isinstance(mask, Tensor) and mask.dim() == 4:
         if named:

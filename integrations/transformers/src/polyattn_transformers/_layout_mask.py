@@ -113,16 +113,16 @@ class LayoutMask(NoTensor):
         """
         if torch.compiler.is_compiling():
             # Nothing may be kept across a traced region; equal preparations are merged by the compiler.
-            return backend.prepare(self._narrow(request.batch, window, position_ids, segments), request)
+            return backend.prepare(self.narrow(request.batch, window, position_ids, segments), request)
         evidence = (position_ids, *segments.values())
         for known_window, known_evidence, layout in self._narrowed:
             if known_window == window and all(a is b for a, b in zip(known_evidence, evidence, strict=True)):
                 return self.scope.prepare(backend, request, layout=layout)
-        layout = self._narrow(request.batch, window, position_ids, segments)
+        layout = self.narrow(request.batch, window, position_ids, segments)
         self._narrowed.append((window, evidence, layout))
         return self.scope.prepare(backend, request, layout=layout)
 
-    def _narrow(self, batch: int, window: int | None, position_ids: Tensor | None, segments: Segments) -> MaskLayout:
+    def narrow(self, batch: int, window: int | None, position_ids: Tensor | None, segments: Segments) -> MaskLayout:
         """The layout with the layer's window and with documents that were described elsewhere than in the mask."""
         layout = with_own_window(self.layout, window)
         q_len, kv_len = layout.q_len, layout.kv_len

@@ -61,6 +61,8 @@ def layout_mask(
     pattern = read_pattern(mask_function)
     if isinstance(attention_mask, PackedMask):
         return _packed_mask(attention_mask, pattern, span)
+    if pattern.causal:
+        _check_length(attention_mask, span)
     padding, live = _padding(attention_mask, span)
     layout = layout_of(pattern, span, padding)
     documents = None
@@ -89,6 +91,19 @@ def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask
     else:
         layout = packed.layout(causal=pattern.causal).with_window(pattern.window)
     return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents)
+
+
+def _check_length(attention_mask: Tensor | None, span: Span) -> None:
+    """Refuse a causal mask of the caller that does not say of every new token whether it is padding."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or isinstance(span.q_offset, Tensor):
+        return
+    found, earlier = attention_mask.shape[1], span.q_offset
+    without_cache = earlier == 0 and found == span.kv_len
+    if found < earlier + span.q_len or (without_cache and found != span.q_len):
+        raise LayoutError(
+            f"attention_mask must be [B, K] with one entry for each of {earlier} cached and {span.q_len} new tokens, "
+            f"got {found} entries"
+        )
 
 
 def _padding(attention_mask: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor | None]:

@@ -138,14 +138,6 @@ class PackedMask(NoTensor):
         moved.live = None if self.live is None else self.live.to(device)
         return moved
 
-    def __eq__(self, other: object) -> Any:
-        """Where a token is, ``Bool[B|1, K]``, when compared with 1, as padding masks are; else only with itself."""
-        if type(other) is int and other == 1:
-            return torch.ones_like(self.documents, dtype=torch.bool) if self.live is None else self.live
-        return super().__eq__(other)
-
-    __hash__ = object.__hash__
-
     def cumsum(self, *_: Any, **__: Any) -> Tensor:
         """The count of tokens, ``Int[B|1, K]``; chunks count from the first token of each document, not of the row."""
         return torch.ones_like(self.documents).cumsum(1)

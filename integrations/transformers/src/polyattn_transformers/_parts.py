@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-#: Names of layers that carry a state from token to token instead of asking which tokens they may see.
-_RECURRENT = re.compile(r"Mamba|SSM|Delta(Net|Attention)|Recurrent|Rglru|Linear\w*Attention$|Lightning|Rwkv|Retention")
+#: Names of layers that mix tokens in another way than by asking which tokens each may see.
+MIXERS = re.compile(
+    r"Mamba|SSM|Delta(Net|Attention)|Recurrent|Rglru|Linear\w*Attention$|Lightning|Rwkv|[mx]LSTM|Retention|Fourier|Patcher"
+)
 #: What numbers the tokens of RoBERTa and its relatives: positions start behind that of padding.
 _NUMBERS_TOKENS = frozenset({"create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"})
-_MAKES_MASK = re.compile(r"create_\w*mask")
+_MAKES_MASK = re.compile(r"(create|update|prepare|make)\w*mask")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,7 +29,7 @@ class Parts:
 
     Attributes:
         names: positional parameters of its forward, without ``self``.
-        makes_masks: whether its forward makes the masks of its layers, so that positions are read there.
+        makes_masks: whether its forward makes the masks of its layers, or there is no model inside that would.
         takes_positions: whether its forward has a parameter ``position_ids``.
         relative: whether it knows positions by the distance of tokens only.
         first_position: the position of the first token of a document.
@@ -49,12 +51,15 @@ class Parts:
     turns: tuple[tuple[int, bool], ...]
 
 
+Asking = TypeVar("Asking", bound="Callable[..., Parts]")
 _known: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
 
 
 def functions_of(kind: type[Any]) -> Iterator[FunctionType]:
     """Every function that a class or one of its bases defines, without its decorators."""
     for base in kind.__mro__:
+        if base is PreTrainedModel:
+            continue  # knows of everything, and attends to nothing
         for value in vars(base).values():
             if isinstance(value, FunctionType):
                 yield inspect.unwrap(value)
@@ -65,7 +70,7 @@ def asks_interface(kind: type[Any]) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names for function in functions_of(kind))
 
 
-@torch._dynamo.assume_constant_result  # noqa: SLF001 (classes and names do not change between forwards)
+@cast("Callable[[Asking], Asking]", torch._dynamo.assume_constant_result)  # noqa: SLF001 (a model keeps its parts)
 def parts_of(model: PreTrainedModel) -> Parts:
     """What ``model`` is made of, looked at once."""
     if model not in _known:
@@ -78,10 +83,10 @@ def _look(model: PreTrainedModel) -> Parts:
     parameters = inspect.signature(kind.forward).parameters
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     own = dict(_own_modules("", model))
-    makers = (name for name in _code(kind).co_names if _MAKES_MASK.fullmatch(name))
+    inner = any(isinstance(module, PreTrainedModel) for module in model.modules() if module is not model)
     return Parts(
         names=tuple(name for name, parameter in parameters.items() if parameter.kind in plain)[1:],
-        makes_masks=any(makers),
+        makes_masks=not inner or any(_MAKES_MASK.search(name) for name in _code(kind).co_names),
         takes_positions="position_ids" in parameters,
         relative=any(hasattr(module, "relative_attention_bias") for module in own.values()),
         first_position=max((_first_position(module) for module in own.values()), default=0),
@@ -113,8 +118,8 @@ def _mixes(module: nn.Module) -> bool:
     if isinstance(module, nn.RNNBase) or any(isinstance(one, nn.Conv1d) and one.kernel_size[0] > 1 for one in children):
         return True
     name = type(module).__name__
-    inside = any(_RECURRENT.search(type(one).__name__) for one in module.modules() if one is not module)
-    named = bool(_RECURRENT.search(name)) and "Norm" not in name
+    inside = any(MIXERS.search(type(one).__name__) for one in module.modules() if one is not module)
+    named = bool(MIXERS.search(name)) and "Norm" not in name
     return named and not inside and bool(children) and not asks_interface(type(module))
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as hf
 
+from polyattn import LayoutError
+
 MaskFunction = Callable[..., Any]
 Term = tuple[str, Any]
 
@@ -122,23 +124,30 @@ def _cells(function: MaskFunction) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, closure, strict=True)}
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
-
-
 def _behind(cells: dict[str, Any]) -> Term | None:
-    size = cells["sliding_window"]
-    return ("behind", size) if _positive(size) else None
+    return _sized("behind", "sliding_window", cells["sliding_window"], 1)
 
 
 def _within(cells: dict[str, Any]) -> Term | None:
-    size = cells["sliding_window"]  # inclusive: distance <= size
-    return ("within", size + 1) if isinstance(size, int) and size >= 0 else None
+    term = _sized("within", "sliding_window", cells["sliding_window"], 0)
+    return term and ("within", term[1] + 1)  # inclusive: distance <= size
 
 
 def _chunk(cells: dict[str, Any]) -> Term | None:
-    size, start = cells["chunk_size"], cells["left_padding"]
-    return ("chunk", (size, start)) if _positive(size) else None
+    term = _sized("chunk", "attention_chunk_size", cells["chunk_size"], 1)
+    return term and ("chunk", (term[1], cells["left_padding"]))
+
+
+def _sized(kind: str, name: str, size: object, least: int) -> Term | None:
+    """A window or chunk of the model's configuration; ``None`` if its size is not a number known here."""
+    if not isinstance(size, int):
+        return None
+    if size < least:
+        raise LayoutError(
+            f"{name} must be at least {least}, or None where nothing is cut off, got {size} in the model's config, "
+            f"which would leave no key to see; set config.{name} = None"
+        )
+    return kind, size
 
 
 def _code(factory: Callable[..., Any], *arguments: Any) -> CodeType:
