@@ -73,6 +73,8 @@ def test_the_recorded_configs_are_read_as_their_classes_compute():
 
     users, wrong = {}, {}
     for name, model in MODELS.items():
+        if rope_classes.version() != LISTED and model["model_type"] not in CONFIG_MAPPING:
+            continue
         kind = CONFIG_MAPPING[model["model_type"]]
         if kind not in users:
             rotary = rope_classes.rotary_classes(kind.__module__.split(".")[2])

@@ -22,10 +22,20 @@ def refused(*, layer_type=None, **keys):
     return str(caught.value)
 
 
+def of_transformers(model_type, **keys):
+    """A configuration of transformers, where the installed version has the class."""
+    auto = pytest.importorskip("transformers").AutoConfig
+    try:
+        return auto.for_model(model_type, **keys)
+    except ValueError as error:
+        if "Unrecognized model identifier" not in str(error):
+            raise
+        pytest.skip(f"this transformers has no {model_type}")
+
+
 @pytest.mark.parametrize("model_type", ["gemma4_text", "gemma4_unified_text", "diffusion_gemma_text"])
 def test_full_attention_with_wider_heads_gets_their_width(model_type):
-    auto = pytest.importorskip("transformers").AutoConfig
-    config = auto.for_model(model_type)
+    config = of_transformers(model_type)
     for given in (config, json.loads(json.dumps(config.to_dict()))):
         widths = {kind: RopeSpec.from_hf(given, layer_type=kind).head_dim for kind in config.rope_parameters}
         assert widths == {"full_attention": 512, "sliding_attention": 256}
@@ -59,7 +69,6 @@ def test_sliding_layers_of_mimo_have_the_base_of_their_key():
 
 
 def test_branches_of_deepseek_v4_that_compress_have_the_base_of_their_key():
-    transformers = pytest.importorskip("transformers")
     yarn = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
     file = {"head_dim": 32, "qk_rope_head_dim": 8, "max_position_embeddings": 1024, "rope_theta": 10000}
     file |= {"compress_rope_theta": 160000, "rope_scaling": yarn}
@@ -69,7 +78,7 @@ def test_branches_of_deepseek_v4_that_compress_have_the_base_of_their_key():
         "compress": ("yarn", 1.6e5),
     }
     assert flat["compress"].parameters["attention_factor"] == 1.0
-    config = transformers.DeepseekV4Config(**{**file, "rope_scaling": {**yarn, "rope_type": "yarn"}})
+    config = of_transformers("deepseek_v4", **{**file, "rope_scaling": {**yarn, "rope_type": "yarn"}})
     assert {branch: RopeSpec.from_hf(config, layer_type=branch) for branch in flat} == flat
 
 
@@ -173,8 +182,7 @@ def test_rotary_dim_is_read_where_the_class_has_it():
     )
     assert "rotary_dim is 4, but 8 channels rotate" in refused(model_type="minimax_m3_vl_text", rotary_dim=4)
     assert "canonical-only keys 'rotary_dim'; configurations of this class have no such keys" in refused(rotary_dim=4)
-    transformers = pytest.importorskip("transformers")
-    spec = RopeSpec.from_hf(transformers.MiniMaxM2Config(rotary_dim=64, head_dim=128))
+    spec = RopeSpec.from_hf(of_transformers("minimax_m2", rotary_dim=64, head_dim=128))
     assert (spec.head_dim, spec.rotary_dim) == (128, 64)
 
 
@@ -203,11 +211,10 @@ def test_dbrx_is_read_by_its_own_names():
 @pytest.mark.parametrize(("model_type", "theta"), [("llama", 1e4), ("mixtral", 1e6)])
 @pytest.mark.parametrize("convention", ["dflash", "eagle"])
 def test_a_draft_without_base_is_read_alike_as_dictionary_and_object(convention, model_type, theta):
-    auto = pytest.importorskip("transformers").AutoConfig
     keys = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
     spec = RopeSpec.from_hf({"model_type": model_type, **keys}, convention=convention)
     assert spec.theta == theta
-    assert RopeSpec.from_hf(auto.for_model(model_type, **keys), convention=convention) == spec
+    assert RopeSpec.from_hf(of_transformers(model_type, **keys), convention=convention) == spec
     for unknown in ("mine", "gemma3_text"):  # of the second it depends on the layer
         with pytest.raises(RopeConfigError, match="'rope_theta' is missing"):
             RopeSpec.from_hf({"model_type": unknown, **keys}, convention=convention)
