@@ -52,5 +52,11 @@ def test_a_width_that_contradicts_the_config_is_refused(rope):
 
 
 def test_of_two_widths_in_a_config_the_option_picks_one(rope):
-    result = rope("--head-dim", 4, "--json", head_dim=8, qk_rope_head_dim=4)
+    result = rope("--head-dim", 4, "--json", model_type="deepseek_v3", head_dim=8, qk_rope_head_dim=4)
     assert json.loads(result.stdout)["head_dim"] == 4
+
+
+def test_the_longest_sequence_is_an_option_where_the_config_does_not_say_it(rope):
+    result = rope("--max-position", 32, "--json", max_position_embeddings=None)
+    assert json.loads(result.stdout)["max_position"] == 32
+    assert "max_position must be None or 64" in rope("--max-position", 32).stderr

@@ -7,7 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from polyattn import AttentionInputError, RopeSpec, RotaryEmbedding, RotaryTables, apply_rotary
+from polyattn import (
+    AttentionInputError,
+    RopeSpec,
+    RotaryEmbedding,
+    RotaryTables,
+    apply_rotary,
+)
 from polyattn._rope import rotate_heads
 
 PATHS = {"short": 1 << 18, "pieces": 0}
@@ -273,6 +279,23 @@ def test_what_does_not_fit_is_refused(x, made, interleaved, text):
     with pytest.raises(AttentionInputError) as caught:
         rotate_heads(x, made, interleaved=interleaved)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("interleaved", PAIRINGS)
+def test_tables_for_the_other_pairing_are_refused(path, interleaved):
+    made = RotaryEmbedding(dataclasses.replace(PLAIN, interleaved=interleaved))(torch.arange(6)[None])
+    text = f"interleaved must be {interleaved}, the pairing that the tables were made for, got {not interleaved}; pass"
+    for same in (made, dataclasses.replace(made, cos=made.cos + 0)):
+        with pytest.raises(AttentionInputError, match=text):
+            apply_rotary(X, X, same, interleaved=not interleaved)
+        assert rotate_heads(X, same, interleaved=interleaved).shape == X.shape
+
+
+@pytest.mark.parametrize("interleaved", PAIRINGS)
+def test_tables_made_by_hand_serve_either_pairing(path, interleaved):
+    x, made = torch.randn(1, 2, 6, 8), tables()
+    assert made.interleaved is None
+    assert torch.equal(rotate_heads(x, made, interleaved=interleaved), by_definition(x, made, interleaved))
 
 
 def test_a_refusal_names_the_tensor():
