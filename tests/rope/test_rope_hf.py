@@ -324,7 +324,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (v4({"type": "linear", "factor": 0.5}), "parameters['factor'] must be a number >= 1, got 0.5"),
         (v4({"type": "linear", "factor": "2"}), "parameters['factor'] must be a number >= 1, got '2'"),
         (v4({"type": "linear", "factor": 2.0, "scale": 1}), "'scale' is unknown; keys of rope_type 'linear' are"),
-        (v4({"factor": 2.0}), "'rope_type' is missing beside factor, rope_theta"),
+        (v4({"factor": 2.0}), "'rope_type' is missing beside 'factor', 'rope_theta'"),
         (
             v4({"type": "axial"}),
             "rope_type must be one of default, linear, dynamic, yarn, llama3, longrope, proportional, got",
@@ -352,7 +352,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             v5({}, rope_scaling={"type": "linear", "factor": 2.0}),
             "rope_parameters and rope_scaling must be one dictionary",
         ),
-        (v4("linear"), "rope_parameters and rope_scaling must be one dictionary, or null, got linear"),
+        (v4("linear"), "rope_parameters and rope_scaling must be one dictionary, or null, got 'linear'"),
         (v5({"partial_rotary_factor": 0.0}), "partial_rotary_factor must be a number in (0, 1], got 0.0"),
         (v5({"partial_rotary_factor": "half"}), "partial_rotary_factor must be a number in (0, 1], got 'half'"),
         (
@@ -390,7 +390,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "layer_rope_theta gives layers other bases, [10000.0, 0, 500000.0]",
         ),
         ({"model_type": "llama4", "text_config": PLAIN}, "it is a composite; read the configuration of its text part"),
-        (GEMMA3, "layer_type must be one of full_attention, sliding_attention, got None"),
+        (GEMMA3, "layer_type must be one of 'full_attention', 'sliding_attention', got None"),
         (42, "config must be a transformers configuration or its dictionary, got int"),
         (v4(rope_theta=10**400), "theta must be a finite float32 number greater than 1, got an int of 1329 bits"),
         (v4(head_dim=2**63), "head_dim must be an int >= 1 and less than 2**63, got 9223372036854775808"),
@@ -489,7 +489,7 @@ def test_a_null_type_is_plain_rope():
 
 def test_a_layer_type_that_is_no_name_is_refused():
     config = {**PLAIN, "rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
-    with pytest.raises(RopeConfigError, match=r"layer_type must be one of full_attention, got \['full_attention'\]"):
+    with pytest.raises(RopeConfigError, match=r"layer_type must be one of 'full_attention', got \['full_attention'\]"):
         RopeSpec.from_hf(config, layer_type=["full_attention"])
 
 
