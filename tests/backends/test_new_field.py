@@ -111,3 +111,11 @@ def test_a_structure_of_another_class_is_refused_whatever_it_adds():
     for kind in (Louder, Callable):
         with pytest.raises(LayoutError, match=rf"got {kind.__name__}, a subclass whose own rules nobody here knows"):
             MaskLayout(4, 4, visibility=kind(causal=True))
+
+
+def test_no_backend_computes_its_abilities_from_the_list_of_all_features():
+    root = Path(__file__).parents[2]
+    folders = [root / "plugins", root / "examples", root / "core/src/polyattn/_cli/template"]
+    sources = [path for folder in folders for path in [*folder.rglob("*.py"), *folder.rglob("*.jinja")]]
+    assert len(sources) > 30
+    assert [str(path) for path in sources if "FEATURES" in path.read_text(encoding="utf-8")] == []

@@ -77,10 +77,10 @@ OPERATIONS = {
 }
 #: Made inside the graph, and made outside.
 INSIDE = (CONSTRUCTORS["packed"],)
-OUTSIDE = (
-    MaskLayout.dense(SQUARE.expand(1, 4, 6, 6)),
-    MaskLayout.from_mod(mod, q_len=6, kv_len=6),
-)
+OUTSIDE = (MaskLayout.dense(SQUARE.expand(1, 4, 6, 6)),)
+#: Tracing a function takes several times as long, so it meets the operations that treat it in a way of its own.
+FUNCTION = MaskLayout.from_mod(mod, q_len=6, kv_len=6)
+OF_FUNCTIONS = {"window", "queries by a slice", "keys by a list", "heads", "expand"}
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
@@ -94,7 +94,7 @@ def test_every_constructor_works_inside_a_graph(name):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_works_inside_a_graph(name):
     def seen():
-        layouts = (*(make() for make in INSIDE), *OUTSIDE)
+        layouts = (*(make() for make in INSIDE), *OUTSIDE, *((FUNCTION,) if name in OF_FUNCTIONS else ()))
         return [OPERATIONS[name](layout).to_dense() for layout in layouts]
 
     compiled = torch.compile(seen, backend="eager", fullgraph=True)()
@@ -105,7 +105,7 @@ def test_every_question_is_answered_inside_a_graph():
     index = torch.tensor([0, 3, 5])
 
     def answers():
-        layouts = (*(make() for make in INSIDE), *OUTSIDE)
+        layouts = (*(make() for make in INSIDE), *OUTSIDE, FUNCTION)
         return [
             (layout.dense_rows(1, 4), layout.rows_without_keys(), layout.unseen_keys(),
              layout.to_mask_mod()(index * 0, index * 0, index, index - 1), layout.key_ranges())
@@ -125,9 +125,9 @@ def test_ints_that_change_between_calls_are_read_as_ints_inside_a_graph():
         return x + (packed & offsets & MaskLayout.prefix_lm(first, first + second)).to_dense()
 
     compiled = torch.compile(seen, backend=counter, fullgraph=True)
-    for first in (2, 3, 4, 5):
+    for first in (2, 3, 4):
         assert torch.equal(compiled(first, 8 - first, torch.zeros(8)), seen(first, 8 - first, torch.zeros(8)))
-    assert counter.frame_count <= 4
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize(

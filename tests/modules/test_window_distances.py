@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from polyattn import AttentionScope, AttentionSpec, GroupedQueryAttention, LayoutError, MaskLayout, RopeSpec
+from polyattn._rope import RopeAxes
 
 WINDOW = 5
 ROPE = RopeSpec.from_dict({
@@ -174,3 +177,16 @@ def test_positions_that_do_not_fit_a_dense_mask_are_refused():
             MaskLayout.dense(seen, **places)
     with pytest.raises(LayoutError, match="q_positions must be fields of the StructuredMask, got them beside it"):
         MaskLayout(2, 4, q_positions=q)
+
+
+def test_context_on_several_axes_is_refused_where_the_layout_does_not_say_what_counts():
+    axes = dataclasses.replace(ROPE, axes=RopeAxes(sections=(2, 2), layout="contiguous"))
+    own, context = torch.arange(6, 9).expand(2, 1, 3), torch.arange(3).expand(2, 1, 3)
+    hidden, other = torch.randn(1, 3, 16).double(), torch.randn(1, 3, 16).double()
+    attend = layer(WINDOW, rope=axes)
+    with pytest.raises(LayoutError, match=r"must be Int\[B\|1, S\] for a window .* shapes \[2, 1, 3\] and \[2, 1, 3\]"):
+        attend(hidden, AttentionScope(MaskLayout.full(3, 6)), own, other, kv_positions=context)
+    seen = torch.ones(3, 6, dtype=torch.bool)
+    placed = MaskLayout.dense(seen, q_positions=own[0], kv_positions=torch.cat((context[0], own[0]), 1))
+    attend(hidden, AttentionScope(placed), own, other, kv_positions=context)
+    layer(WINDOW, rope=axes)(hidden, AttentionScope(MaskLayout.full(3)), own)

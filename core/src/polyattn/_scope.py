@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyattn._backend import AttentionBackend, PreparedAttention, prepare
 from polyattn._boundary import check_layout_type
-from polyattn._errors import AttentionInputError
+from polyattn._errors import AttentionInputError, LayoutError
 from polyattn._layout import MaskLayout
 from polyattn._layout.checks import on_host
 from polyattn._layout.operations import is_placed, steps_by_one
@@ -184,6 +184,12 @@ def _windowed(layout: MaskLayout, window: int, positions: Tensor | None, kv_posi
         return layout.with_window(window)
     positions = _wide(positions)
     if kv_positions is not None:
+        if positions.dim() != 2 or kv_positions.dim() != 2:
+            raise LayoutError(
+                "positions and kv_positions must be Int[B|1, S] for a window over a layout that does not say where its "
+                f"queries stand, got shapes {list(positions.shape)} and {list(kv_positions.shape)}; give the layout "
+                "the positions that count: MaskLayout.dense(..., q_positions=..., kv_positions=...)"
+            )
         rows = max(len(positions), len(kv_positions))
         keys = torch.cat((_wide(kv_positions).expand(rows, -1), positions.expand(rows, -1)), 1)
         return layout.with_window(window, q_positions=positions.to(keys.dtype), kv_positions=keys)

@@ -106,7 +106,9 @@ def _places(
     positions: Tensor | None, kv_positions: Tensor | None, kv_hidden: Tensor | None
 ) -> dict[str, Tensor | None]:
     """By what a window measures distances; by indices where nobody says where tokens stand, or on several axes."""
-    given = [x for x in (positions, kv_positions) if isinstance(x, Tensor) and x.dim() == 2]
+    given = [x for x in (positions, kv_positions) if isinstance(x, Tensor)]
     if len(given) < (1 if kv_hidden is None else 2) or given[0] is not positions:
+        return {}
+    if kv_hidden is None and given[0].dim() != 2:
         return {}
     return {"positions": positions, "kv_positions": kv_positions}
