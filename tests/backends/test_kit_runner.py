@@ -86,7 +86,7 @@ def test_a_backend_that_can_do_little_passes_what_it_can_and_refuses_the_rest():
     assert "grad: got needs_grad=True" in outcomes["values[causal]"].detail
     assert outcomes["values[dense]"].status == REFUSED
     assert outcomes["ability[softcap]"].status == REFUSED
-    assert outcomes["dropout_rate"].status == LEFT_OUT
+    assert outcomes["dropout[plain]"].status == LEFT_OUT
 
 
 def test_a_backend_on_an_absent_device_is_asked_what_it_refuses_and_the_rest_is_left_out():
