@@ -37,10 +37,6 @@ def _heads_expanded(x: Tensor) -> Tensor:
     return x[:, :1].expand_as(x) if x.dim() > 1 else x
 
 
-def _rows_expanded(x: Tensor) -> Tensor:
-    return x[..., :1, :].expand_as(x) if x.dim() > 1 else x
-
-
 #: Ways to lay a tensor out in memory; the expanded ones repeat a part of it with a stride of zero.
 ARRANGEMENTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sequence_first": _sequence_first,
@@ -49,7 +45,6 @@ ARRANGEMENTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "offset": _offset,
     "expanded": _expanded,
     "heads_expanded": _heads_expanded,
-    "rows_expanded": _rows_expanded,
 }
 
 

@@ -104,7 +104,7 @@ def dropout_compiled(trial: Trial) -> None:
     mode = _mode(trial, case)
     prepared = trial.must_prepare(case.layout, case.request(mode, dropout_p=_P, training=True))
     with compiled_call() as (call, _), _seeded(trial, 0):
-        output = call(prepared, case.q, case.k, case.v)[0]
+        output = call(prepared, *(x.detach().requires_grad_(mode.grad) for x in (case.q, case.k, case.v)))[0]
     dropped = (output == 0).double().mean().item()
     require(abs(dropped - _P) < _P / 2, f"{dropped:.3f} of the weights were dropped, need {_P}")
     trial.honoured += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import operator
 import os
 import random
 import sys
@@ -229,33 +230,60 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+#: Other values of settings on which nothing may depend.
+_OTHERWISE: dict[str, Callable[[Any], Any]] = {
+    "the precision of FP32 products": lambda now: "high" if now == "highest" else "highest",
+    "the flash kernel of torch": operator.not_,
+    "the memory-efficient kernel of torch": operator.not_,
+    "torch's random numbers": lambda now: [(x + 1) % 256 if i < 4 else x for i, x in enumerate(now)],
+}
+
+
 @contextlib.contextmanager
-def _unchanged() -> Iterator[None]:
+def _unchanged(*, otherwise: bool) -> Iterator[None]:
+    """Nothing inside changes a setting, some of which have other values than before if ``otherwise``."""
     before = {name: read() for name, (read, _) in _SETTINGS.items()}
-    yield
-    changed = [name for name, (read, _) in _SETTINGS.items() if read() != before[name]]
-    for name in changed:
-        _SETTINGS[name][1](before[name])
-    require(not changed, f"prepare, attend or backward changed {', '.join(changed)}")
+    now = dict(before)
+    try:
+        for name, other in _OTHERWISE.items() if otherwise else ():
+            now[name] = other(before[name])
+            _SETTINGS[name][1](now[name])
+        yield
+        changed = [name for name, (read, _) in _SETTINGS.items() if read() != now[name]]
+        require(not changed, f"prepare, attend or backward changed {', '.join(changed)}")
+    finally:
+        for name, (read, write) in _SETTINGS.items():
+            if read() != before[name]:
+                write(before[name])
 
 
 @check()
 def no_trace(trial: Trial) -> None:
-    """Settings and random numbers of torch and Python stay as they are, and no tensor of a call is kept alive."""
-    alive: list[tuple[str, weakref.ref[Tensor]]] = []
+    """Settings and random numbers of torch and Python stay as they are."""
     for name in trial.accepted(_NAMES):
         case = trial.case(LAYOUTS[name](), heads=4, kv_heads=2)
         for mode in dict.fromkeys((INFER, trial.strongest(case))):
             prepared = trial.must_prepare(case.layout, case.request(mode))
             evaluate(prepared, case, mode)  # what is loaded once may set up what it needs
-            with _unchanged():
-                evaluate(trial.must_prepare(case.layout, case.request(mode)), case, mode)
+            for otherwise in (False, True):
+                with _unchanged(otherwise=otherwise):
+                    evaluate(trial.must_prepare(case.layout, case.request(mode)), case, mode)
             trial.honoured += 1
+
+
+@check()
+def nothing_kept(trial: Trial) -> None:
+    """No tensor of a call stays alive once its results are gone."""
+    alive: list[tuple[str, weakref.ref[Tensor]]] = []
+    for name in trial.accepted(_NAMES):
+        case = trial.case(LAYOUTS[name]())
+        for mode in dict.fromkeys((INFER, trial.strongest(case))):
+            prepared = trial.must_prepare(case.layout, case.request(mode))
             tensors = {letter: x.clone().requires_grad_(mode.grad) for letter, x in case.tensors().items()}
             alive += [(letter, weakref.ref(x)) for letter, x in tensors.items()]
-            with torch.set_grad_enabled(mode.grad):
-                prepared(**tensors)
+            prepared(**tensors)
             del tensors
+            trial.honoured += 1
     gc.collect()
     kept = sorted({letter for letter, x in alive if x() is not None})
     require(not kept, f"{', '.join(kept)} of a call is still alive although its result is gone")
