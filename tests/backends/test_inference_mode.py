@@ -36,7 +36,12 @@ LAYOUTS = {
         ),
     ),
 }
-BACKENDS = [("eager", None), ("sdpa", None), ("flex_attention", {"compiled": False}), ("fa", {"provider": "flash_attn"})]
+BACKENDS = [
+    ("eager", None),
+    ("sdpa", None),
+    ("flex_attention", {"compiled": False}),
+    ("fa", {"provider": "flash_attn"}),
+]
 
 
 @pytest.fixture(autouse=True)

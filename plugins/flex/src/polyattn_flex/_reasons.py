@@ -109,7 +109,9 @@ def of_options(options: FlexOptions, layout: MaskLayout, request: AttentionReque
         reasons.append(Reason("decode", "options", got, "fewer than 128 queries", hint))
     if options.compiled and request.needs_bias_grad and _OLD_TORCH is not None:
         got = f"the gradient of a bias with torch {_OLD_TORCH}, whose compiled kernel may give zeros for it"
-        reasons.append(Reason("bias_grad_torch", "bias_grad", got, "torch 2.14 or newer", "the backend 'eager' is exact"))
+        reasons.append(
+            Reason("bias_grad_torch", "bias_grad", got, "torch 2.14 or newer", "the backend 'eager' is exact")
+        )
     if options.compiled and request.deterministic and request.needs_bias_grad:
         got = "the gradient of a bias under deterministic algorithms"
         need = "a bias without gradient: its gradient is summed in the order in which programs finish"
