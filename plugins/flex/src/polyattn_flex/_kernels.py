@@ -78,8 +78,8 @@ def compiled(
                     feature="options",
                     got=f"sizes that need another kernel, with compile_limit={limit} reached",
                     need=f"at most {limit} sets of sizes, dtypes, strides and constants in one process",
-                    hint="set dynamic: true in backend_options, which compiles for all lengths at once, pad lengths to a "
-                    "few sizes, or raise compile_limit",
+                    hint="set dynamic: true in backend_options, which compiles for all lengths at once, pad lengths "
+                    "to a few sizes, or raise compile_limit",
                 ),
             ),
             (),
