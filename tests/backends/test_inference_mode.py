@@ -23,7 +23,7 @@ LAYOUTS = {
     "causal": lambda: MaskLayout.causal(12),
     "window": lambda: MaskLayout.causal(12, window=3),
     "packed": lambda: MaskLayout.packed(document_ids=torch.tensor([[0] * 4 + [1] * 8])),
-    "padded": lambda: MaskLayout.padded(VALID < torch.tensor([[7], [12]])),
+    "padded": lambda: MaskLayout.padded(torch.tensor([[7], [12]]) > VALID),
     "padding with holes": lambda: MaskLayout.padded(VALID % 3 > 0),
     "dense": lambda: MaskLayout.dense(torch.ones(12, 12, dtype=torch.bool).tril(-1)),
     "mask_mod": lambda: MaskLayout.from_mod(lambda b, h, q, k: k <= q, q_len=12, kv_len=12),

@@ -2,10 +2,10 @@
 
 Two stand-ins for two packages: :func:`flash_attn` has the functions of ``flash_attn.flash_attn_interface``,
 :func:`torch_varlen` those of ``torch.nn.attention.varlen``. Both accumulate in FP32 and round where the kernels round.
-Both leave NaN outside every sequence (results and gradients) and in queries beyond ``max_q``, give dead rows and
-rows of NaN the LSE ``+inf``, take a reach of ``max_k`` or more for unbounded and an unbounded one beside a bounded one for ``max_k``,
-compute ``rowsum(dO * O)`` from the ``O`` they are given, and refuse FP32, int64 offsets, odd or wide heads, empty
-batches and a last stride other than 1.
+Both leave NaN outside every sequence (results and gradients) and in queries beyond ``max_q``, give dead rows and rows
+of NaN the LSE ``+inf``, take a reach of ``max_k`` or more for unbounded and an unbounded one beside a bounded one for
+``max_k``, compute ``rowsum(dO * O)`` from the ``O`` they are given, and refuse FP32, int64 offsets, odd or wide heads,
+empty batches and a last stride other than 1.
 """
 
 from __future__ import annotations

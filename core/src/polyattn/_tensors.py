@@ -7,7 +7,7 @@ dtype after the autocast rule. B, Q and K may be 0.
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from torch import Tensor
 from polyattn._errors import AttentionInputError
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-_T = TypeVar("_T")
 
 
 def knows_autocast(kind: str) -> bool:
@@ -104,7 +102,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise AttentionInputError("; ".join(problems) + f" ({shapes})")
 
 
-def saveable(value: _T) -> _T:
+def saveable(value: Any) -> Any:
     """``value`` with ordinary copies of the inference tensors in it, which autograd cannot save for a backward.
 
     Args:

@@ -130,7 +130,7 @@ def _grouped(found: list[_Found]) -> dict[Reach, list[Piece]]:
         elif reach is not None:
             groups[reach].append(piece)
     for piece, reach, behind, ahead in found:
-        if reach is behind is ahead is None:
+        if reach is None and behind is None and ahead is None:
             takes_it = (r for r in groups if r[0] < 0 or r[0] >= piece.keys - 1)
             groups[next(takes_it, EVERYTHING)].append(piece)
     return {reach: sorted(pieces) for reach, pieces in groups.items()}

@@ -162,8 +162,9 @@ class FlexBackend(BackendBase):
         mask = plan.dense if plan.ranges is None else plan.ranges
         if _reasons.on_cpu(q.device):
             assert mask is not None
-            limit = options.compile_limit
-            return _ops.infer(q, k, v, plan.blocks, mask, bias, scale=scale, softcap=softcap, limit=limit), None
+            limit, dynamic = options.compile_limit, options.dynamic
+            arguments = (q, k, v, plan.blocks, mask, bias)
+            return _ops.infer(*arguments, scale=scale, softcap=softcap, limit=limit, dynamic=dynamic), None
         output, found = _kernels.compiled(
             _widened(q),
             _widened(k),
@@ -175,6 +176,7 @@ class FlexBackend(BackendBase):
             softcap=softcap,
             lse=lse,
             limit=options.compile_limit,
+            dynamic=options.dynamic,
             kernel_options={"BACKEND": self._cuda_kernel, **options.kernel_options},
         )
         return output[..., : v.shape[3]], found

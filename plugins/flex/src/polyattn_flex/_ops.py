@@ -31,10 +31,11 @@ def infer(
     scale: float,
     softcap: float | None,
     limit: int,
+    dynamic: bool,
 ) -> Tensor:
     """The output ``[B, Hq, Q, Dv]``; arguments as for ``compiled``."""
     of_mask = list(mask) if isinstance(mask, tuple) else [mask]
-    output: Tensor = _infer_op(q, k, v, blocks.tensors(), of_mask, bias, scale, softcap, limit)
+    output: Tensor = _infer_op(q, k, v, blocks.tensors(), of_mask, bias, scale, softcap, limit, dynamic)
     return output
 
 
@@ -49,6 +50,7 @@ def _infer_op(
     scale: float,
     softcap: float | None,
     limit: int,
+    dynamic: bool,
 ) -> Tensor:
     kept: tuple[Tensor, Tensor] | Tensor = mask[0] if len(mask) == 1 else (mask[0], mask[1])
     # Whether autograd or autocast is on would make another kernel of the same code.
@@ -64,6 +66,7 @@ def _infer_op(
             softcap=softcap,
             lse=False,
             limit=limit,
+            dynamic=dynamic,
             kernel_options=_NO_DECODE,
         )
     # The kernel takes a row of NaN for one that sees nothing. Sums are the cheapest look at all of q and k.
@@ -86,6 +89,7 @@ def _(
     scale: float,
     softcap: float | None,
     limit: int,
+    dynamic: bool,
 ) -> Tensor:
     return _as(q, q.new_empty((*q.shape[:3], v.shape[3])))
 

@@ -25,7 +25,7 @@ COMPILED_CUDA = COMPILED_CPU | {"grad", "bias_grad", "lse", "lse_grad", "sinks"}
 UNCOMPILED = COMPILED_CUDA | {"float64"}
 
 #: The installed torch where its gradient of a bias is not to be trusted.
-_OLD_TORCH = None if torch.__version__ >= (2, 14) else str(torch.__version__)
+_OLD_TORCH = None if torch.__version__ >= "2.14" else str(torch.__version__)
 
 _INFERENCE_ONLY = "the compiled CPU kernel is inference only"
 _NO_LSE = "the compiled CPU kernel returns no LSE"
