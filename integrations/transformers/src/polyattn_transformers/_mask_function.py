@@ -53,7 +53,7 @@ def layout_mask(
     Raises:
         LayoutError: a mask of another rank or size than the call's, or packed documents that do not fit it.
     """
-    if unknown := kwargs.keys() - _UNUSED:
+    if unknown := [name for name in kwargs if name not in _UNUSED]:  # no set of keys: Dynamo of torch 2.10
         raise LayoutError(f"unknown arguments of a mask: {', '.join(sorted(unknown))}; they would be ignored")
     if isinstance(attention_mask, LayoutMask):
         return _handed_back(attention_mask, q_length, kv_length)
