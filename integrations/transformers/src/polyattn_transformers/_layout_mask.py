@@ -6,10 +6,12 @@ what a backend prepared: once per forward and kind of layer, whatever the number
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SequenceKey, register_pytree_node
 
 from polyattn import (
     AttentionBackend,
@@ -36,6 +38,9 @@ class LayoutMask(NoTensor):
         live: ``Bool[B|1, Q]``, the queries that are no padding, or ``None``: all, as far as is known.
         documents: who described the documents that the layout keeps apart, and ``Int[B|1, Q]``, where they lie.
     """
+
+    # No __dict__: exporters of transformers cast whatever they find in one, and layouts do not change.
+    __slots__ = ("_moved", "_narrowed", "batch", "documents", "layout", "live", "scope")
 
     dtype = torch.bool
     ndim = 4
@@ -151,6 +156,26 @@ class LayoutMask(NoTensor):
 
     def __repr__(self) -> str:
         return f"LayoutMask({self.layout.describe()})"
+
+
+def _to_tensors(mask: LayoutMask) -> tuple[list[Tensor], None]:
+    """As an input of an exported program, a mask is ``Bool[B, 1, Q, K]``."""
+    dense = mask.layout.to_dense(mask.layout.device)
+    return [dense.expand(mask.batch, -1, -1, -1)], None
+
+
+def _from_tensors(tensors: Iterable[Any], _: None) -> LayoutMask:
+    (dense,) = tensors
+    return LayoutMask(MaskLayout.dense(dense), batch=dense.shape[0])
+
+
+register_pytree_node(
+    LayoutMask,
+    _to_tensors,
+    _from_tensors,
+    serialized_type_name="polyattn_transformers.LayoutMask",
+    flatten_with_keys_fn=lambda mask: ([(SequenceKey(0), _to_tensors(mask)[0][0])], None),
+)
 
 
 def with_own_window(layout: MaskLayout, window: int | None) -> MaskLayout:
