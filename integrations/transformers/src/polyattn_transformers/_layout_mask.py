@@ -37,10 +37,11 @@ class LayoutMask(NoTensor):
         batch: batch rows of the forward; the layout may have one row for all.
         live: ``Bool[B|1, Q]``, the queries that are no padding, or ``None``: all, as far as is known.
         documents: who described the documents that the layout keeps apart, and ``Int[B|1, Q]``, where they lie.
+        refusal: what a layer that attends by this mask is told.
     """
 
     # No __dict__: exporters of transformers cast whatever they find in one, and layouts do not change.
-    __slots__ = ("_moved", "_narrowed", "batch", "documents", "layout", "live", "scope")
+    __slots__ = ("_moved", "_narrowed", "batch", "documents", "layout", "live", "refusal", "scope")
 
     dtype = torch.bool
     ndim = 4
@@ -57,11 +58,13 @@ class LayoutMask(NoTensor):
         batch: int,
         live: Tensor | None = None,
         documents: tuple[str, Tensor] | None = None,
+        refusal: str | None = None,
     ) -> None:
         self.layout = layout
         self.batch = batch
         self.live = live
         self.documents = documents
+        self.refusal = refusal
         self.scope = AttentionScope(layout)
         self._narrowed: list[tuple[int | None, tuple[object, ...], MaskLayout]] = []
         self._moved: dict[torch.device, LayoutMask] = {}
@@ -95,6 +98,7 @@ class LayoutMask(NoTensor):
                 batch=self.batch,
                 live=None if self.live is None else self.live.to(target),
                 documents=None if self.documents is None else (self.documents[0], self.documents[1].to(target)),
+                refusal=self.refusal,
             )
         return self._moved[target]
 
@@ -129,6 +133,8 @@ class LayoutMask(NoTensor):
 
     def narrow(self, batch: int, window: int | None, position_ids: Tensor | None, segments: Segments) -> MaskLayout:
         """The layout with the layer's window and with documents that were described elsewhere than in the mask."""
+        if self.refusal is not None:
+            raise LayoutError(self.refusal)
         layout = with_own_window(self.layout, window)
         q_len, kv_len = layout.q_len, layout.kv_len
         found = _documents.explicit(segments, batch, q_len, kv_len)
