@@ -247,6 +247,32 @@ def test_a_cache_that_holds_documents_is_not_decoded_from(form):
         run(ours, input_ids=row[:, :1], past_key_values=cache)
 
 
+@pytest.mark.parametrize(
+    ("case", "inputs", "text"),
+    [
+        (HONOURED["window"], FORMS["numbers in the mask"], r"attention_mask \[B, K\] must hold 0 and 1 in a compiled"),
+        (REFUSED["convolution"], FORMS["positions, no cache"], "position_ids restart in a model that mixes packed"),
+    ],
+)
+def test_a_compiled_model_stops_at_documents_that_it_could_not_look_for(case, inputs, text):
+    ours, row = pair(*case[:2])[1], tokens()
+    compiled = torch.compile(polyattn_transformers.use(ours, "sdpa"), fullgraph=True, backend="eager")
+    plain = {"attention_mask": ONES, "position_ids": torch.arange(TOTAL)[None]}
+    want = run(ours, input_ids=row)
+    assert same(
+        run(compiled, input_ids=row, use_cache=False, **{key: plain[key] for key in inputs if key in plain}), want
+    )
+    with pytest.raises(RuntimeError, match=text):
+        run(compiled, input_ids=row, **{"use_cache": False, **inputs})
+
+
+@pytest.mark.parametrize("form", ["positions, mask of ones", "segment_ids", "packed"])
+def test_a_compiled_model_gives_each_document_the_positions_it_has_alone(form):
+    (eager, ours), row = pair(*HONOURED["positions that start behind padding"]), tokens()
+    compiled = torch.compile(polyattn_transformers.use(ours, "sdpa"), fullgraph=True, backend="eager")
+    assert same(run(compiled, input_ids=row, **{"use_cache": False, **FORMS[form]}), alone(eager, row))
+
+
 def test_an_encoder_and_its_decoder_take_no_documents():
     ours, row = pair("Bart", _BART, "ForConditionalGeneration")[1], tokens()
     for form in ("packed", "segment_ids", "numbers in the mask"):

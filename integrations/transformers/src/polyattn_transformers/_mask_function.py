@@ -68,7 +68,7 @@ def layout_mask(
     documents = None
     if pattern.documents is not None:
         documents = ("position_ids", span.queries("packed sequence mask", pattern.documents))
-    return LayoutMask(layout, batch=batch_size, live=live, documents=documents)
+    return LayoutMask(layout, batch=batch_size, live=live, documents=documents, refusal=pattern.refusal)
 
 
 def _handed_back(mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
@@ -91,7 +91,7 @@ def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask
         layout = layout_of(dataclasses.replace(pattern, documents=packed.documents), span, packed.live)
     else:
         layout = packed.layout(causal=False) & layout_of(pattern, span, None)
-    return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents)
+    return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents, refusal=pattern.refusal)
 
 
 def _check_length(attention_mask: Tensor | None, span: Span) -> None:
