@@ -57,6 +57,7 @@ HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
     "layers are given no keywords at all": ("Nemotron", {}),
     "chunks": ("Llama4", _EXPERTS | {"attention_chunk_size": 3, "intermediate_size_mlp": 48}),
     "window": ("Mistral", {"sliding_window": 3}),
+    "a mask for layers that it does not have": ("Qwen2Moe", _EXPERTS | {"shared_expert_intermediate_size": 16}),
     "learned positions": ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}),
     "positions that start behind padding": ("Roberta", {"is_decoder": True, "pad_token_id": 1}),
     "a decoder without its encoder": ("Whisper", _WIDE | {"max_target_positions": 64}),
