@@ -90,12 +90,12 @@ def refuse_unread_keys(data: Mapping[str, Any]) -> None:
     read |= {key for key, models in classes()["keys"].items() if name in models or name not in known_classes()}
     read |= {key for key in ("rotary_pct", "rope_pct") if data.get(key) == 1}
     unread = [
-        repr(key)
+        key
         for key, value in data.items()
         if value is not None and key not in read and re.search("rope|rotary|theta", str(key))
     ]
     if unread:
-        fault(data, f"nothing reads {', '.join(unread)}, which may change the rope; take out what does not")
+        fault(data, f"nothing reads {listed(unread)}, which may change the rope; take out what does not")
 
 
 def rope_entry(data: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
