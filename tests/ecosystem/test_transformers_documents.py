@@ -57,6 +57,7 @@ HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
     "layers are given no keywords at all": ("Nemotron", {}),
     "chunks": ("Llama4", _EXPERTS | {"attention_chunk_size": 3, "intermediate_size_mlp": 48}),
     "window": ("Mistral", {"sliding_window": 3}),
+    "a mask for layers that it does not have": ("Qwen2Moe", _EXPERTS | {"shared_expert_intermediate_size": 16}),
     "learned positions": ("GPT2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}),
     "positions that start behind padding": ("Roberta", {"is_decoder": True, "pad_token_id": 1}),
     "a decoder without its encoder": ("Whisper", _WIDE | {"max_target_positions": 64}),
@@ -245,6 +246,32 @@ def test_a_cache_that_holds_documents_is_not_decoded_from(form):
         cache = ours(row, **FORMS[form], use_cache=True).past_key_values
     with pytest.raises(LayoutError, match="past_key_values must not hold packed documents, since nobody knows"):
         run(ours, input_ids=row[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("case", "inputs", "text"),
+    [
+        (HONOURED["window"], FORMS["numbers in the mask"], r"attention_mask \[B, K\] must hold 0 and 1 in a compiled"),
+        (REFUSED["convolution"], FORMS["positions, no cache"], "position_ids restart in a model that mixes packed"),
+    ],
+)
+def test_a_compiled_model_stops_at_documents_that_it_could_not_look_for(case, inputs, text):
+    ours, row = pair(*case[:2])[1], tokens()
+    compiled = torch.compile(polyattn_transformers.use(ours, "sdpa"), fullgraph=True, backend="eager")
+    plain = {"attention_mask": ONES, "position_ids": torch.arange(TOTAL)[None]}
+    want = run(ours, input_ids=row)
+    assert same(
+        run(compiled, input_ids=row, use_cache=False, **{key: plain[key] for key in inputs if key in plain}), want
+    )
+    with pytest.raises(RuntimeError, match=text):
+        run(compiled, input_ids=row, **{"use_cache": False, **inputs})
+
+
+@pytest.mark.parametrize("form", ["positions, mask of ones", "segment_ids", "packed"])
+def test_a_compiled_model_gives_each_document_the_positions_it_has_alone(form):
+    (eager, ours), row = pair(*HONOURED["positions that start behind padding"]), tokens()
+    compiled = torch.compile(polyattn_transformers.use(ours, "sdpa"), fullgraph=True, backend="eager")
+    assert same(run(compiled, input_ids=row, **{"use_cache": False, **FORMS[form]}), alone(eager, row))
 
 
 def test_an_encoder_and_its_decoder_take_no_documents():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import polyattn_transformers
 from polyattn import UnsupportedAttentionError, backends
@@ -149,3 +150,23 @@ def test_what_transformers_itself_cannot_compile_says_so_there():
     model = torch.compile(model_of("phi3", "polyattn_sdpa"), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="longrope_frequency_update"):
         model(ids())
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own, about its experimental state and torch's version
+def test_a_decode_step_with_a_static_cache_is_exported():
+    # The mask that generation made ahead is an input of the exported program.
+    exporters = pytest.importorskip("transformers.exporters.exporter_dynamo")
+    from transformers.exporters.utils import decompose_prefill_decode
+
+    model = model_of("llama", "polyattn_sdpa")
+    settings = GenerationConfig(cache_implementation="static", max_cache_len=16, pad_token_id=0, do_sample=False)
+    step = decompose_prefill_decode(model, {"input_ids": ids(), "attention_mask": left_padding()}, settings)["decode"][
+        1
+    ]
+    assert isinstance(step["attention_mask"], polyattn_transformers.LayoutMask)
+    program = exporters.DynamoExporter().export(model, copy.deepcopy(step), exporters.DynamoConfig())
+    names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+    with torch.no_grad():
+        want = model(**copy.deepcopy(step)).logits
+        got = program.module()(**{name: copy.deepcopy(step[name]) for name in names}).logits
+    assert torch.allclose(got, want, atol=2e-5)

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers import masking_utils as hf
@@ -13,6 +14,7 @@ from transformers import masking_utils as hf
 import polyattn_transformers
 from polyattn import LayoutError, MaskLayout, StructuredMask
 from polyattn_transformers import packed
+from polyattn_transformers._attention import attention_forward
 from polyattn_transformers._layout_mask import LayoutMask
 from polyattn_transformers._mask_function import layout_mask
 
@@ -299,9 +301,13 @@ def test_chunks_of_packed_documents_count_from_the_start_of_each():
         ),
     ],
 )
-def test_a_window_or_chunk_that_leaves_no_key_is_refused(function, text):
-    with pytest.raises(LayoutError, match=text):
-        layout_mask(ROWS, NEW, NEW, mask_function=function)
+def test_a_layer_whose_window_or_chunk_leaves_no_key_is_refused(function, text):
+    # The mask itself is made: models make one for a kind of layer that they may not have (Qwen2-MoE).
+    for packing in (None, packed([2, 4])["attention_mask"]):
+        mask = layout_mask(ROWS, NEW, NEW, mask_function=function, attention_mask=packing)
+        q = torch.zeros(ROWS, 1, NEW, 8)
+        with pytest.raises(LayoutError, match=text):
+            attention_forward(nn.Module(), q, q, q, mask, polyattn_backend="eager")
 
 
 @pytest.mark.parametrize(("found", "past"), [(NEW - 1, 0), (NEW + 2, 0), (NEW, 3)])

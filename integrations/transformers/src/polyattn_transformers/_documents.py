@@ -82,7 +82,10 @@ def from_mask(mask: Tensor, length: int) -> tuple[Tensor | None, Tensor | None]:
     if not readable(mask):
         if torch.compiler.is_compiling():
             plain = ((mask == 0) | (mask == 1)).all()
-            torch._assert_async(plain, "attention_mask [B, K] must hold 0 and 1 in a compiled model")  # noqa: SLF001
+            text = (
+                "attention_mask [B, K] must hold 0 and 1 in a compiled model; documents go into segment_ids or packed"
+            )
+            torch._assert_async(plain, text)  # noqa: SLF001
         return live, None
     if length == 1 and mask.device.type != "cpu":
         return live, None  # a wait for each token would cost more than the rest

@@ -224,11 +224,11 @@ def _number(model: str, parts: Parts, given: Arguments, mask: PackedMask) -> Non
     if parts.makes_masks and parts.first_position and positions.dim() == 2:
         # packed() counts from 0 and cannot know where a model starts.
         positions = positions + parts.first_position * (positions == mask.positions).all()
-        starts = positions.expand_as(mask.positions)[mask.positions == 0] if readable(positions) else positions[:0]
-        if bool((starts != parts.first_position).any()):
+        starts = positions.expand_as(mask.positions)[mask.positions == 0].unique() if readable(positions) else ()
+        if any(start != parts.first_position for start in starts):
             raise LayoutError(
                 f"position_ids must start at {parts.first_position} with each document for {model}, which keeps the "
-                f"lower ones for padding, got {sorted(set(starts.tolist()))}; leave position_ids to "
+                f"lower ones for padding, got {[int(start) for start in starts]}; leave position_ids to "
                 "polyattn_transformers.packed(...)"
             )
     given["position_ids"] = positions

@@ -6,10 +6,12 @@ what a backend prepared: once per forward and kind of layer, whatever the number
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SequenceKey, register_pytree_node
 
 from polyattn import (
     AttentionBackend,
@@ -35,7 +37,11 @@ class LayoutMask(NoTensor):
         batch: batch rows of the forward; the layout may have one row for all.
         live: ``Bool[B|1, Q]``, the queries that are no padding, or ``None``: all, as far as is known.
         documents: who described the documents that the layout keeps apart, and ``Int[B|1, Q]``, where they lie.
+        refusal: what a layer that attends by this mask is told.
     """
+
+    # No __dict__: exporters of transformers cast whatever they find in one, and layouts do not change.
+    __slots__ = ("_moved", "_narrowed", "batch", "documents", "layout", "live", "refusal", "scope")
 
     dtype = torch.bool
     ndim = 4
@@ -52,11 +58,13 @@ class LayoutMask(NoTensor):
         batch: int,
         live: Tensor | None = None,
         documents: tuple[str, Tensor] | None = None,
+        refusal: str | None = None,
     ) -> None:
         self.layout = layout
         self.batch = batch
         self.live = live
         self.documents = documents
+        self.refusal = refusal
         self.scope = AttentionScope(layout)
         self._narrowed: list[tuple[int | None, tuple[object, ...], MaskLayout]] = []
         self._moved: dict[torch.device, LayoutMask] = {}
@@ -90,6 +98,7 @@ class LayoutMask(NoTensor):
                 batch=self.batch,
                 live=None if self.live is None else self.live.to(target),
                 documents=None if self.documents is None else (self.documents[0], self.documents[1].to(target)),
+                refusal=self.refusal,
             )
         return self._moved[target]
 
@@ -124,6 +133,8 @@ class LayoutMask(NoTensor):
 
     def narrow(self, batch: int, window: int | None, position_ids: Tensor | None, segments: Segments) -> MaskLayout:
         """The layout with the layer's window and with documents that were described elsewhere than in the mask."""
+        if self.refusal is not None:
+            raise LayoutError(self.refusal)
         layout = with_own_window(self.layout, window)
         q_len, kv_len = layout.q_len, layout.kv_len
         found = _documents.explicit(segments, batch, q_len, kv_len)
@@ -151,6 +162,26 @@ class LayoutMask(NoTensor):
 
     def __repr__(self) -> str:
         return f"LayoutMask({self.layout.describe()})"
+
+
+def _to_tensors(mask: LayoutMask) -> tuple[list[Tensor], None]:
+    """As an input of an exported program, a mask is ``Bool[B, 1, Q, K]``."""
+    dense = mask.layout.to_dense(mask.layout.device)
+    return [dense.expand(mask.batch, -1, -1, -1)], None
+
+
+def _from_tensors(tensors: Iterable[Any], _: None) -> LayoutMask:
+    (dense,) = tensors
+    return LayoutMask(MaskLayout.dense(dense), batch=dense.shape[0])
+
+
+register_pytree_node(
+    LayoutMask,
+    _to_tensors,
+    _from_tensors,
+    serialized_type_name="polyattn_transformers.LayoutMask",
+    flatten_with_keys_fn=lambda mask: ([(SequenceKey(0), _to_tensors(mask)[0][0])], None),
+)
 
 
 def with_own_window(layout: MaskLayout, window: int | None) -> MaskLayout:

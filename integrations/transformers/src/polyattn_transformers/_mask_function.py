@@ -68,7 +68,7 @@ def layout_mask(
     documents = None
     if pattern.documents is not None:
         documents = ("position_ids", span.queries("packed sequence mask", pattern.documents))
-    return LayoutMask(layout, batch=batch_size, live=live, documents=documents)
+    return LayoutMask(layout, batch=batch_size, live=live, documents=documents, refusal=pattern.refusal)
 
 
 def _handed_back(mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
@@ -90,7 +90,7 @@ def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask
         layout = packed.layout(causal=False) & layout_of(pattern, span, None)
     else:
         layout = packed.layout(causal=pattern.causal).with_window(pattern.window)
-    return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents)
+    return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents, refusal=pattern.refusal)
 
 
 def _check_length(attention_mask: Tensor | None, span: Span) -> None:

@@ -15,6 +15,8 @@ class NoTensor:
         cure: what to do, after the colon.
     """
 
+    __slots__ = ()
+
     what: ClassVar[str]
     cure: ClassVar[str]
 

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as hf
 
-from polyattn import LayoutError
-
 MaskFunction = Callable[..., Any]
 Term = tuple[str, Any]
 
@@ -35,6 +33,7 @@ class Pattern:
         documents: ``Int[B, L]`` over absolute indices; query and key must be of one document.
         blocks: ``Int[B, L]`` over absolute indices; tokens with one number >= 0 see each other. Comes with ``causal``.
         opaque: functions that are not recognised.
+        refusal: why no layer can attend by this; models make masks for kinds of layers that they do not have.
     """
 
     function: MaskFunction
@@ -45,6 +44,7 @@ class Pattern:
     documents: Tensor | None = None
     blocks: Tensor | None = None
     opaque: tuple[MaskFunction, ...] = ()
+    refusal: str | None = None
 
     @classmethod
     def unread(cls, function: MaskFunction) -> Pattern:
@@ -58,6 +58,8 @@ def read_pattern(function: MaskFunction) -> Pattern:
     found: dict[str, list[Any]] = {}
     for kind, value in terms:
         found.setdefault(kind, []).append(value)
+    if "refusal" in found:
+        return Pattern(function, refusal=found["refusal"][0])
     causal = "causal" in found
     windows = found.get("within", [])
     # The causal window is one-sided: only together with the causal rule is it a rule about distance.
@@ -129,25 +131,27 @@ def _behind(cells: dict[str, Any]) -> Term | None:
 
 
 def _within(cells: dict[str, Any]) -> Term | None:
-    term = _sized("within", "sliding_window", cells["sliding_window"], 0)
-    return term and ("within", term[1] + 1)  # inclusive: distance <= size
+    # Inclusive: distance <= size.
+    return _sized("within", "sliding_window", cells["sliding_window"], 0, lambda size: size + 1)
 
 
 def _chunk(cells: dict[str, Any]) -> Term | None:
-    term = _sized("chunk", "attention_chunk_size", cells["chunk_size"], 1)
-    return term and ("chunk", (term[1], cells["left_padding"]))
+    start = cells["left_padding"]
+    return _sized("chunk", "attention_chunk_size", cells["chunk_size"], 1, lambda size: (size, start))
 
 
-def _sized(kind: str, name: str, size: object, least: int) -> Term | None:
+def _sized(
+    kind: str, name: str, size: object, least: int, meant: Callable[[int], Any] = lambda size: size
+) -> Term | None:
     """A window or chunk of the model's configuration; ``None`` if its size is not a number known here."""
     if not isinstance(size, int):
         return None
     if size < least:
-        raise LayoutError(
+        return "refusal", (
             f"{name} must be at least {least}, or None where nothing is cut off, got {size} in the model's config, "
             f"which would leave no key to see; set config.{name} = None"
         )
-    return kind, size
+    return kind, meant(size)
 
 
 def _code(factory: Callable[..., Any], *arguments: Any) -> CodeType:
