@@ -15,6 +15,9 @@ models_page = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(models_page)
 VERSION, ROWS = models_page.recorded(models_page.PAGE.read_text(encoding="utf-8"))
 
+# What modules of transformers warn of when they are imported is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
 #: Classes that are wrong still, and why. Strict: who mends one takes it away and writes the page again.
 KNOWN: dict[str, str] = {}
 
