@@ -13,7 +13,7 @@ from polyattn import AttentionRequest, MaskLayout, StructuredMask, UnsupportedAt
 from polyattn.testing import reference_attention
 from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, evaluate, make_case
-from polyattn.testing.checks.rows import _poisoned
+from polyattn.testing.variants import poisoned as _poisoned
 from polyattn_flex import FlexBackend
 
 _MISSING = FlexBackend().device_reasons(torch.device("cpu"))

@@ -11,7 +11,7 @@ import torch
 from polyattn import AttentionRequest, MaskLayout, StructuredMask, UnsupportedAttentionError, backends
 from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, TRAIN, TRAIN_LSE, evaluate, make_case
-from polyattn.testing.checks.rows import _poisoned
+from polyattn.testing.variants import poisoned as _poisoned
 
 pytestmark = [
     pytest.mark.gpu,

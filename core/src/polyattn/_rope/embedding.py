@@ -127,7 +127,7 @@ class RotaryEmbedding(nn.Module):
         Raises:
             AttentionInputError: shape or dtype of ``positions``, or presence of ``length``, does not fit the spec.
         """
-        if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # tables outlive it: a later training step saves them
                 return self.forward(positions, length=length)
         angles, scaling = self.angles(positions, length=length)
