@@ -2,20 +2,26 @@
 # The distributions of the workspace are listed once, in requirements-dev.txt.
 
 PYTHON ?= python3
+OLDEST_PYTHON ?= python$(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' core/pyproject.toml)
 VENV := .venv
+CONSTRAINTS := constraints.txt
+NIGHTLY := $(VENV)/nightly
+LINTERS := /^\# Lint/,/^\# The workspace/d
+CHECK := check
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKSPACE := $(shell sed -n 's/^-e //p' requirements-dev.txt)
 READY := $(VENV)/.workspace
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo model smollm2 test lint format hooks bench gpu-test gpu-bench clean
+.PHONY: help setup demo model smollm2 test nightly nightly-today nightly-oldest nightly-newest lint format hooks bench gpu-test gpu-bench clean
 
 help:
 	@echo "make demo    train the same small model on two backends and compare them"
 	@echo "make smollm2 compare SmolLM2-135M on every backend with transformers' eager, and fine-tune it"
 	@echo "make model   fetch that model alone (98 MB); without it its tests are skipped"
-	@echo "make test    run every test"
+	@echo "make test    run every test that takes seconds"
+	@echo "make nightly run the slow tests too, and all tests on the oldest and the newest versions"
 	@echo "make lint    ruff, formatting, types, import contracts"
 	@echo "make format  let ruff mend and format the sources"
 	@echo "make hooks   run every pre-commit hook on all files"
@@ -44,6 +50,28 @@ smollm2: $(READY) model
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
+# An environment each: the oldest versions that the distributions accept, on the oldest Python, and the newest that pip
+# resolves as it is configured here, without the linters, which need newer ones. Every part runs, so that one report
+# shows all that is wrong.
+nightly:
+	@failed=; for part in today oldest newest; do \
+		echo "== $$part"; $(MAKE) nightly-$$part || failed="$$failed $$part"; \
+	done; test -z "$$failed" || { echo "FAILED:$$failed"; exit 1; }
+
+nightly-today:
+	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"
+
+nightly-oldest: $(READY)
+	@mkdir -p $(NIGHTLY)
+	@$(BIN)/python tools/oldest.py > $(NIGHTLY)/oldest.txt
+	$(MAKE) test VENV=$(NIGHTLY)/oldest CONSTRAINTS=$(NIGHTLY)/oldest.txt PYTHON=$(OLDEST_PYTHON) OMIT='$(LINTERS)'
+
+# Beyond the declared ranges `pip check` and `polyattn doctor` say so, and the tests tell whether to widen them.
+nightly-newest:
+	@mkdir -p $(NIGHTLY)
+	@: > $(NIGHTLY)/newest.txt
+	PIP_UPGRADE=1 $(MAKE) test VENV=$(NIGHTLY)/newest CONSTRAINTS=$(NIGHTLY)/newest.txt OMIT='$(LINTERS)' CHECK='check || true'
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,16 +99,16 @@ clean:
 	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
 # Torch and the tools first, then all of the workspace at once without build isolation: seconds, not half a minute.
-$(VENV)/.tools: requirements-dev.txt constraints.txt
+$(VENV)/.tools: requirements-dev.txt $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed, $(PYTHON) is " + sys.version.split()[0] + "; run: make PYTHON=python3.12 ...")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and the tools into $(VENV) (once; torch is large)"
-	@sed '/^-/d' requirements-dev.txt > $(VENV)/tools.txt
-	@$(PIP) install --quiet --constraint constraints.txt --requirement $(VENV)/tools.txt
+	@sed '/^-/d; $(OMIT)' requirements-dev.txt > $(VENV)/tools.txt
+	@$(PIP) install --quiet --constraint $(CONSTRAINTS) --requirement $(VENV)/tools.txt
 	@touch $@
 
 $(READY): $(VENV)/.tools $(WORKSPACE:%=%/pyproject.toml)
 	@echo "Installing the workspace: $(WORKSPACE)"
 	@$(PIP) install --quiet --no-build-isolation --no-deps $(WORKSPACE:%=--editable %)
-	@$(PIP) check
+	@$(PIP) $(CHECK)
 	@touch $@

@@ -4,6 +4,11 @@
 
 Forward and backward, FP32, H=8, D=64 unless a line says otherwise. Rounds alternate between the two sides and each
 figure is a median, so that a busy machine slows both alike; the ratios are what to quote.
+
+The lines "BF16" and "FP16" compare the sdpa backend with itself, its option ``upcast_backward`` on and off. On a CPU
+with AMX run them as on one without:
+
+    ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512 python benchmarks/bench_attention.py --only upcast
 """
 
 from __future__ import annotations
@@ -49,10 +54,10 @@ def tensors(length, batch=1, heads=HEADS, grad=True):
     return [torch.randn(batch, heads, length, WIDTH, generator=generator).requires_grad_(grad) for _ in range(3)]
 
 
-def ours(qkv, layout, grad):
+def ours(qkv, layout, grad, backend=SDPA):
     def run():
         made = layout()
-        output = SDPA.prepare(made, AttentionRequest.of(*qkv))(*qkv).output
+        output = backend.prepare(made, AttentionRequest.of(*qkv))(*qkv).output
         torch.autograd.grad(output, qkv, grad)
 
     return run
@@ -188,24 +193,46 @@ def overhead(rounds):
     return result
 
 
-def memory(rounds):
-    """Peak growth of the process at S=16384, window 512, over the size of q, k, v, output and their gradients."""
-    length = 16384
-    qkv, grad = tensors(length), torch.randn(1, HEADS, length, WIDTH)
-    held = 8 * qkv[0].numel() * 4  # q, k, v, output, and a gradient of each
+def peak_of(qkv, layout, grad, backend=SDPA):
+    """Peak growth of the process in bytes, q, k, v and the output's gradient counted, and its ratio to what is held.
+
+    That is twice their size: q, k, v, the output, and a gradient of each.
+    """
     process = psutil.Process()
     peak = Path("/proc/self/clear_refs")
     if not peak.exists():
         return {"skipped": "needs /proc/self/clear_refs to reset the peak"}
-    run = ours(tensors(256), lambda: MaskLayout.causal(256, window=64), torch.randn(1, HEADS, 256, WIDTH))
-    run()  # what torch allocates once
+    small = [x[:, :, :256].detach().requires_grad_() for x in qkv]
+    ours(small, lambda: MaskLayout.causal(256, window=64), grad[:, :, :256], backend)()  # what torch allocates once
     before = process.memory_info().rss
     peak.write_text("5")
-    ours(qkv, lambda: MaskLayout.causal(length, window=512), grad)()
+    ours(qkv, layout, grad, backend)()
     status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     top = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    already = 4 * qkv[0].numel() * 4  # q, k, v and the output's gradient lie there before
-    return {"ratio": (top - before + already) / held, "bar": "<= 1.3", "bytes": top - before + already}
+    already = sum(x.numel() * x.element_size() for x in (*qkv, grad))
+    grown = top - before + already
+    return {"ratio": grown / (2 * already), "bytes": grown}
+
+
+def memory(rounds):
+    """Peak growth of the process at S=16384, window 512, over the size of q, k, v, output and their gradients."""
+    length = 16384
+    qkv, grad = tensors(length), torch.randn(1, HEADS, length, WIDTH)
+    return peak_of(qkv, lambda: MaskLayout.causal(length, window=512), grad) | {"bar": "<= 1.3"}
+
+
+def upcast(dtype, layout):
+    """Option ``upcast_backward`` of the sdpa backend, on against off: time and peak memory."""
+    on, off = (polyattn.backends.resolve("sdpa", {"upcast_backward": value}) for value in (True, False))
+
+    def run(rounds):
+        qkv = [x.detach().to(dtype).requires_grad_() for x in tensors(4096)]
+        grad = torch.randn_like(qkv[0])
+        result = against(ours(qkv, layout, grad, on), ours(qkv, layout, grad, off), rounds)
+        peaks = {f"peak {name}": peak_of(qkv, layout, grad, side) for name, side in (("on", on), ("off", off))}
+        return result | {"bar": ">= 2 without AMX"} | {f"{k} ratio": v.get("ratio") for k, v in peaks.items()}
+
+    return run
 
 
 def rate(rounds):
@@ -226,6 +253,10 @@ BENCHES = {
     "plain causal 4096": plain(4096),
     "overhead of a call, microseconds": overhead,
     "peak memory at 16384, window 512": memory,
+    "BF16 upcast, 8 documents in 4096": upcast(torch.bfloat16, lambda: MaskLayout.packed([512] * 8)),
+    "BF16 upcast, window 512 in 4096": upcast(torch.bfloat16, lambda: MaskLayout.causal(4096, window=512)),
+    "BF16 upcast, causal 4096": upcast(torch.bfloat16, lambda: MaskLayout.causal(4096)),
+    "FP16 upcast, window 512 in 4096": upcast(torch.float16, lambda: MaskLayout.causal(4096, window=512)),
 }
 
 

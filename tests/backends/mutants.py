@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from polyattn import AttentionRequest, AttentionResult, MaskLayout, PreparedAttention, StructuredMask
+from polyattn import FEATURES, AttentionRequest, AttentionResult, MaskLayout, PreparedAttention, StructuredMask
 from polyattn_eager import EagerBackend, EagerState
 from polyattn_eager._backend import Blocked
 
@@ -334,6 +336,21 @@ class UnseenKeysPoison(Mutant):
         return EagerState(state.hidden, dataclasses.replace(state.blocked, keys=None))
 
 
+class RowsOfNaNLookDead(Mutant):
+    caught_by = ("nan_stays_visible[query]", "nan_stays_visible[key]")
+
+    def result(self, result, prepared):
+        lse = result.lse
+        return AttentionResult(result.output.nan_to_num(0.0), None if lse is None else lse.nan_to_num(0.0))
+
+
+class NaNHiddenInItsValue(Mutant):
+    caught_by = ("nan_stays_visible[value]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        return super().attend(q, k, v.nan_to_num(0.0), prepared, bias=bias, sinks=sinks)
+
+
 class DeadRowLSEZero(Mutant):
     caught_by = ("dead_rows[first]", "dead_rows[per_head]")
 
@@ -368,14 +385,14 @@ class DropoutOutsideTraining(Mutant):
 
 
 class DropoutIgnored(Mutant):
-    caught_by = ("dropout_rate", "dropout_seed")
+    caught_by = ("dropout[plain]", "dropout_compiled")
 
     def request(self, request):
         return dataclasses.replace(request, dropout_p=0.0)
 
 
 class DropoutNotScaled(Mutant):
-    caught_by = ("dropout_rate",)
+    caught_by = ("dropout[plain]",)
 
     def result(self, result, prepared):
         return AttentionResult(result.output * (1 - prepared.request.dropout), result.lse)
@@ -384,7 +401,7 @@ class DropoutNotScaled(Mutant):
 class DropoutOfOutput(Mutant):
     """Drops elements of the output instead of attention weights."""
 
-    caught_by = ("dropout_gradient",)
+    caught_by = ("dropout[plain]",)
 
     def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
         request = prepared.request
@@ -394,7 +411,7 @@ class DropoutOfOutput(Mutant):
 
 
 class DropoutSharedAcrossHeads(Mutant):
-    caught_by = ("dropout_seed",)
+    caught_by = ("dropout[plain]",)
 
     def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
         if not prepared.request.dropout:
@@ -405,7 +422,8 @@ class DropoutSharedAcrossHeads(Mutant):
             torch.set_rng_state(state)
             one = slice(head, head + 1)
             parts.append(EagerBackend.attend(self, q[:, one], k[:, one], v[:, one], single).output)
-        return AttentionResult(torch.cat(parts, 1))
+        lse = EagerBackend.attend(self, q, k, v, prepared).lse
+        return AttentionResult(torch.cat(parts, 1), lse)
 
 
 class SoftmaxInLowPrecision(Mutant):
@@ -510,6 +528,240 @@ class SecondDerivativesZero(Mutant):
         return AttentionResult(_OnceDifferentiable.apply(q, k, v, prepared, self))
 
 
+class DropoutSharedAcrossQueries(Mutant):
+    caught_by = ("dropout[plain]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        request = prepared.request
+        if not request.dropout:
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        kept = torch.rand(*q.shape[:2], 1, k.shape[2]) >= request.dropout
+        identity = torch.eye(k.shape[2], dtype=v.dtype).expand(*k.shape[:2], -1, -1)
+        calm = dataclasses.replace(prepared, request=dataclasses.replace(request, dropout_p=0.0))
+        weights = EagerBackend.attend(self, q, k, identity, calm, bias=bias, sinks=sinks).output
+        return AttentionResult(weights * kept / (1 - request.dropout) @ v.repeat_interleave(request.group, 1))
+
+
+class DropoutInTheLSE(Mutant):
+    caught_by = ("dropout[plain]",)
+
+    def result(self, result, prepared):
+        lse = None if result.lse is None else result.lse + math.log(1 - prepared.request.dropout)
+        return AttentionResult(result.output, lse)
+
+
+class DropoutTheSameInEveryCall(Mutant):
+    caught_by = ("dropout_seed",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        with torch.random.fork_rng(devices=[]):
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class TilesInRandomOrder(Mutant):
+    caught_by = ("deterministic",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        hidden = prepared.state.hidden
+        if k.shape[2] < 1000:
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        tiles = torch.arange(k.shape[2]).split(256)
+        order = torch.cat([tiles[i] for i in random.sample(range(len(tiles)), len(tiles))])
+        state = EagerState(hidden[..., order], Blocked.of(hidden[..., order], rows=True, keys=True))
+        moved = dataclasses.replace(prepared, state=state)
+        return super().attend(q, k[:, :, order], v[:, :, order], moved, bias=bias, sinks=sinks)
+
+
+class WidthCutToAMultipleOfEight(Mutant):
+    caught_by = ("width[not_of_eight]", "mixture[wide]")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        most = q.shape[3] // 8 * 8
+        if most:
+            q, k = (torch.nn.functional.pad(x[..., :most], (0, q.shape[3] - most)) for x in (q, k))
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class ResultsCachedByAddress(Mutant):
+    caught_by = ("in_place",)
+
+    def __init__(self, options=None):
+        super().__init__(options)
+        self._results = {}
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if torch.is_grad_enabled():
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        key = (prepared, *(None if x is None else x.data_ptr() for x in (q, k, v, bias, sinks)))
+        if key not in self._results:
+            self._results[key] = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        return self._results[key]
+
+
+class OneOutputBuffer(Mutant):
+    caught_by = ("in_place",)
+
+    def __init__(self, options=None):
+        super().__init__(options)
+        self._buffers = {}
+
+    def result(self, result, prepared):
+        if torch.is_grad_enabled():
+            return result
+        shape = (result.output.shape, result.output.dtype)
+        buffer = self._buffers.setdefault(shape, torch.empty_like(result.output))
+        return AttentionResult(buffer.copy_(result.output), result.lse)
+
+
+class AdvancesTheGenerator(Mutant):
+    caught_by = ("no_trace",)
+
+    def result(self, result, prepared):
+        torch.rand(1)
+        return result
+
+
+class ChangesASetting(Mutant):
+    caught_by = ("no_trace",)
+
+    def result(self, result, prepared):
+        torch.set_float32_matmul_precision("high")
+        return result
+
+
+class KeepsTheLastCall(Mutant):
+    caught_by = ("nothing_kept",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        self._last = (q, k, v)
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class OutputIsTheValue(Mutant):
+    """Where a query sees one key its output is that key's value: the same tensor."""
+
+    caught_by = ("one_key",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        result = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        alone = v.shape == result.output.shape and k.shape[2] == 1 and not prepared.state.hidden.any()
+        return AttentionResult(v, result.lse) if alone and bias is None and sinks is None else result
+
+
+class FifthBatchRow(Mutant):
+    caught_by = ("mixture[many_heads]",)
+
+    def hidden(self, layout, request):
+        hidden = super().hidden(layout, request)
+        return torch.cat([hidden[:4], hidden[:1].expand_as(hidden[4:])]) if hidden.shape[0] > 4 else hidden
+
+
+class HalfScoresCapped(Mutant):
+    caught_by = ("large_scores[float16]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if q.dtype is torch.float16 and prepared.request.softcap is None:
+            request = dataclasses.replace(prepared.request, softcap=60.0)
+            prepared = dataclasses.replace(prepared, request=request)
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class PreferenceRaises(Mutant):
+    caught_by = ("optional_methods",)
+
+    def preference(self, layout, request):
+        raise KeyError(request.dtype)
+
+
+class DescribeRaises(Mutant):
+    caught_by = ("optional_methods",)
+
+    def describe(self, prepared):
+        return prepared.state.name
+
+
+class AnswersWithATensor(Mutant):
+    caught_by = ("values[full]",)
+
+    def result(self, result, prepared):
+        return result.output
+
+
+class BackwardOfTheLastForward(Mutant):
+    """Keeps what the backward needs in one place for all calls."""
+
+    caught_by = ("interleaved",)
+    abilities = EagerBackend.abilities - {"second_order"}
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        self.saved = (q, k, v)
+        if bias is not None or sinks is not None or prepared.request.needs_lse:
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        return AttentionResult(_SavedElsewhere.apply(q, k, v, prepared, self))
+
+
+class _SavedElsewhere(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, prepared, backend):
+        ctx.prepared, ctx.backend = prepared, backend
+        return EagerBackend.attend(backend, q, k, v, prepared).output
+
+    @staticmethod
+    def backward(ctx, grad):
+        leaves = [x.detach().requires_grad_() for x in ctx.backend.saved]
+        with torch.enable_grad():
+            output = EagerBackend.attend(ctx.backend, *leaves, ctx.prepared).output
+        return (*torch.autograd.grad(output, leaves, grad), None, None)
+
+
+class InvertsTheMaskInPlace(Mutant):
+    caught_by = ("values[dense]",)
+
+    def plan(self, layout, request):
+        state = super().plan(layout, request)
+        if isinstance(layout.visibility, torch.Tensor):
+            layout.visibility.logical_not_()
+        return state
+
+
+class PlansByIdOfTheLayout(Mutant):
+    caught_by = ("one_after_another",)
+
+    def __init__(self, options=None):
+        super().__init__(options)
+        self._states = {}
+
+    def plan(self, layout, request):
+        return self._states.setdefault((id(layout), request), super().plan(layout, request))
+
+
+class ChunksByIndex(Mutant):
+    caught_by = ("mixture[small]",)
+
+    def hidden(self, layout, request):
+        size = getattr(layout.visibility, "chunk_size", None)
+        if size is None:
+            return super().hidden(layout, request)
+        queries, keys = torch.arange(layout.q_len) // size, torch.arange(layout.kv_len) // size
+        return super().hidden(_structured(layout, chunk_size=None), request) | (queries.unsqueeze(-1) != keys)
+
+
+class SinksOfKVHeads(Mutant):
+    caught_by = ("mixture[one_query]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if sinks is not None and q.shape[2] == 1:
+            sinks = sinks[torch.arange(q.shape[1]) // prepared.request.group]
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class CompiledWithoutSinks(Mutant):
+    caught_by = ("compiled_features",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        return super().attend(q, k, v, prepared, bias=bias, sinks=None if torch.compiler.is_compiling() else sinks)
+
+
 class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, prepared, backend):
@@ -578,6 +830,20 @@ class UnequalBackwards(Mutant):
             calls = []
             result.output.register_hook(lambda grad: calls.append(None) or grad * len(calls))
         return result
+
+
+class UnknownFieldIgnored(Mutant):
+    caught_by = ("unknown_field[causal]", "unknown_field[full]", "unknown_field[window]")
+
+    def unsupported(self, layout, request):
+        return tuple(reason for reason in super().unsupported(layout, request) if reason.feature in FEATURES)
+
+    def layout(self, layout):
+        mask = layout.visibility
+        if not isinstance(mask, StructuredMask):
+            return layout
+        known = {field.name: getattr(mask, field.name) for field in dataclasses.fields(StructuredMask)}
+        return dataclasses.replace(layout, visibility=StructuredMask(**known))
 
 
 MUTANTS = Mutant.__subclasses__()

@@ -12,6 +12,7 @@ from polyattn_fa2 import FlashBackend, FlashOptions
 
 class TestFlashAttn(BackendConformance):
     backend = "fa"
+    expected_failures = {"nothing_kept": "the stand-in records the calls that it gets"}
 
     @pytest.fixture(autouse=True)
     def kernels(self):

@@ -141,3 +141,23 @@ def test_grads_of_every_input_pass_gradgradcheck():
 
     assert torch.autograd.gradcheck(run, leaves)
     assert torch.autograd.gradgradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("size", [25.0, 250.0])
+def test_fp16_products_that_overflow_before_the_scale_give_the_right_scores(size):
+    scale = 128**-0.5 if size < 100 else 1e-4
+    q = torch.full((1, 2, 3, 128), size, dtype=torch.float16, requires_grad=True)
+    result = attention(q, q, q, MaskLayout.causal(3), backend="eager", scale=scale, return_lse=True)
+    assert torch.equal(result.output, q)
+    want = size * size * 128 * scale + torch.log(torch.arange(1.0, 4.0))
+    torch.testing.assert_close(result.lse, want.expand(1, 2, 3), rtol=2e-3, atol=0.0)
+    (grad,) = torch.autograd.grad(result.output.sum(), q)
+    assert grad.isfinite().all()
+
+
+def test_fp16_scores_that_do_not_overflow_keep_their_bits():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 40, 128, generator=generator).half() for _ in range(3))
+    weights = torch.softmax(torch.matmul(q, k.mT) * 128**-0.5, -1, dtype=torch.float32).half()
+    output = attention(q, k, v, MaskLayout.full(40), backend="eager").output
+    assert torch.equal(output, torch.matmul(weights, v))

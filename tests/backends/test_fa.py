@@ -346,7 +346,7 @@ def test_attend_reads_no_tensor_between_its_kernel_calls(monkeypatch, calls, lay
     class Blind:
         """A kernel that computes nothing, so that whatever is read is read by the backend."""
 
-        fixed, devices, lacks = True, ("cpu",), frozenset()
+        fixed, devices = True, ("cpu",)
 
         def forward(self, q, k, v, call):
             return (

@@ -127,3 +127,25 @@ def test_calls_see_exactly_what_a_random_structure_shows(seed):
         layout = random_layout(draw)
         lowered += assert_same(layout, layout.batch if layout.batch > 1 else draw.choice((1, 3)))
     assert lowered > 60
+
+
+@pytest.mark.parametrize("gap", [5, 10**6, 2**31, 2**40])
+@pytest.mark.parametrize("side", [1, -1], ids=["queries before their keys", "queries behind their keys"])
+def test_a_gap_between_queries_and_keys_costs_no_fillers_and_fits_int32(gap, side):
+    ran = 0
+    for q_len, kv_len, near in ((4, 6, 0), (7, 3, 1), (5, 5, 2), (1, 4, 0)):
+        # Rows of unequal gaps share the calls.
+        starts = torch.tensor([[side * gap], [side * (gap - near)], [near]])
+        kv_positions = starts + torch.arange(kv_len)
+        for window in range(max(1, gap - kv_len - 1), gap + q_len + kv_len):
+            mask = StructuredMask(
+                window=window, q_positions=torch.arange(q_len).expand(3, -1).clone(), kv_positions=kv_positions
+            )
+            layout = MaskLayout(q_len, kv_len, batch=3, visibility=mask)
+            if not assert_same(layout, 3):
+                continue
+            ran += 1
+            for call in calls_of(plan_of(layout, batch=3).sequences.calls):
+                assert call.slots <= call.queries + call.sequences * (q_len + kv_len)
+                assert max(call.left, call.right, call.max_q, call.max_k) <= 2 * (q_len + kv_len)
+    assert ran > 20

@@ -152,7 +152,11 @@ def test_options_of_the_cuda_kernels_are_refused_on_the_cpu():
             "kernel_options must be among .*, got ROWS_GUARANTEED_SAFE",
         ),
         ({"kernel_options": {"num_warps": "4"}}, "kernel_options must be integers or booleans, got num_warps='4'"),
-        ({"compiled": False, "decode": True}, "decode and kernel_options choose a compiled kernel, got compiled=False"),
+        (
+            {"compiled": False, "decode": True},
+            "decode, dynamic and kernel_options are about a compiled kernel, got compiled=False; leave them out",
+        ),
+        ({"compiled": False, "dynamic": True}, "decode, dynamic and kernel_options are about a compiled kernel"),
     ],
 )
 def test_a_wrong_option_is_an_error(options, text):

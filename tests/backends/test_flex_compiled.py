@@ -133,10 +133,21 @@ def test_beyond_the_compile_limit_a_call_raises():
     text = (
         "options: got sizes that need another kernel, with compile_limit=1 reached, "
         "need at most 1 sets of sizes, dtypes, strides and constants in one process; "
-        "pad lengths to a few sizes, or raise compile_limit in backend_options"
+        "set dynamic: true in backend_options, which compiles for all lengths at once, pad lengths to a few sizes, "
+        "or raise compile_limit"
     )
     with pytest.raises(UnsupportedAttentionError, match=text):
         prepared(case.q, case.k, case.v)
+
+
+def test_dynamic_serves_all_lengths_with_one_kernel(kernels):
+    backend = backends.get("flex_attention").configure({"dynamic": True})
+    before = kernels()
+    for length in (130, 131, 257, 300):
+        case = make_case(MaskLayout.causal(length, window=40), **SIZES)
+        prepared = backend.prepare(case.layout, case.request(INFER))
+        assert_within(evaluate(prepared, case, INFER), expected_results(case, INFER))
+    assert kernels() - before == 1
 
 
 def test_with_the_compiler_turned_off_a_call_raises():

@@ -35,8 +35,11 @@ def calls(monkeypatch):
     original = torch_flex._apply_kernel_options
     monkeypatch.setattr(torch_flex, "_apply_kernel_options", options)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-    evaluating = torch.compile(_kernels._flex, dynamic=False, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(_kernels, "_compiled_flex", lambda: evaluating)
+    evaluating = {
+        dynamic: torch.compile(_kernels._flex, dynamic=dynamic, fullgraph=True, backend="aot_eager")
+        for dynamic in (False, True)
+    }
+    monkeypatch.setattr(_kernels, "_compiled_flex", evaluating.__getitem__)
     return seen
 
 
@@ -116,3 +119,26 @@ def test_mask_and_bias_together_kill_a_row(flex):
     bias = case.bias.clone()
     bias[5, :6] = -torch.inf
     _assert_right(flex, case.change(bias=bias), TRAIN_LSE)
+
+
+def test_dynamic_trains_on_ragged_lengths_with_two_kernels(flex, calls):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    dynamic = flex.configure({"dynamic": True})
+    for length in (140, 141, 257, 300):
+        layout = MaskLayout.packed([100, length - 100])
+        calls.clear()  # which the compiler guards on
+        _assert_right(dynamic, make_case(layout, head_dim=16, **SIZES), TRAIN_LSE)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+def test_a_bias_gradient_is_refused_with_a_torch_that_may_lose_it(flex, monkeypatch):
+    case = make_case(MaskLayout.causal(LENGTH), bias=(LENGTH,), head_dim=16, **SIZES)
+    assert flex.unsupported(case.layout, case.request(TRAIN)) == ()
+    monkeypatch.setattr(_reasons, "_OLD_TORCH", "2.13.1")
+    (reason,) = flex.unsupported(case.layout, case.request(TRAIN))
+    assert str(reason) == (
+        "bias_grad: got the gradient of a bias with torch 2.13.1, whose compiled kernel may give zeros for it, "
+        "need torch 2.14 or newer; the backend 'eager' is exact"
+    )
+    assert flex.unsupported(case.layout, case.change(leaves=("q", "k", "v")).request(TRAIN)) == ()

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from polyattn import AttentionResult, ConfigError, PreparedAttention, Reason, UnsupportedAttentionError, backends
+import polyattn.testing
+from polyattn import (
+    AttentionResult,
+    ConfigError,
+    MaskLayout,
+    PolyattnError,
+    PreparedAttention,
+    Reason,
+    UnsupportedAttentionError,
+    attention,
+    backends,
+)
 from polyattn._cli.check import check as check_command
 from polyattn.testing import check_backend
 from polyattn.testing.checks import CHECKS
@@ -86,7 +100,7 @@ def test_a_backend_that_can_do_little_passes_what_it_can_and_refuses_the_rest():
     assert "grad: got needs_grad=True" in outcomes["values[causal]"].detail
     assert outcomes["values[dense]"].status == REFUSED
     assert outcomes["ability[softcap]"].status == REFUSED
-    assert outcomes["dropout_rate"].status == LEFT_OUT
+    assert outcomes["dropout[plain]"].status == LEFT_OUT
 
 
 def test_a_backend_on_an_absent_device_is_asked_what_it_refuses_and_the_rest_is_left_out():
@@ -192,3 +206,81 @@ def test_the_command_prints_json_and_exits_with_1_on_a_failure():
     assert report["device"] == "cpu"
     assert report["counts"] == {PASSED: 0, REFUSED: 0, FAILED: 3, EXPECTED: 0, LEFT_OUT: 0}
     assert report["checks"][0]["detail"] == "RuntimeError: the kernel fell over"
+
+
+_UNDER_O = """
+import sys
+import torch
+from click.testing import CliRunner
+from polyattn import AttentionResult, backends
+from polyattn._cli.check import check
+from polyattn_eager import EagerBackend
+
+class Twice(EagerBackend):
+    name = "twice"
+
+    def attend(self, *args, **kwargs):
+        result = super().attend(*args, **kwargs)
+        return AttentionResult(result.output * 2, result.lse)
+
+assert False, "not under -O"
+backends.register("twice", Twice())
+for name in ("twice", "eager"):
+    result = CliRunner().invoke(check, [name, "--only", "values[causal*"])
+    print(name, result.exit_code)
+"""
+
+
+def test_the_command_finds_a_wrong_backend_under_python_o_as_well():
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", _UNDER_O], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.split() == ["twice", "1", "eager", "0"]
+
+
+def test_no_check_is_an_assert_statement():
+    root = pathlib.Path(polyattn.testing.__file__).parent
+    for path in root.rglob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], path.name
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (lambda result: result.output, "attend must return an AttentionResult, got Tensor"),
+        (lambda result: None, "attend must return an AttentionResult, got NoneType"),
+        (lambda result: AttentionResult(result.output[:, :1], result.lse), "output must have shape and dtype"),
+        (lambda result: AttentionResult(result.output.double(), result.lse), "output must have shape and dtype"),
+        (lambda result: AttentionResult(None, result.lse), "output must have shape and dtype"),
+        (lambda result: AttentionResult(result.output), "lse must have shape and dtype"),
+    ],
+    ids=["tensor", "none", "shape", "dtype", "output_none", "lse_none"],
+)
+def test_a_wrong_answer_is_an_error_with_the_backends_name_and_passes_no_kit(answer, text):
+    class Answers(EagerBackend):
+        name = "answers"
+
+        def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+            return answer(super().attend(q, k, v, prepared, bias=bias, sinks=sinks))
+
+    q = torch.randn(2, 2, 3, 4)
+    with pytest.raises(PolyattnError) as caught:
+        attention(q, q, q, MaskLayout.causal(3), backend=Answers(), return_lse=True)
+    assert str(caught.value).startswith(f"backend 'answers': {text}")
+    assert _outcomes(Answers(), only="values[causal]")["values[causal]"].status == FAILED
+
+
+def test_something_else_than_a_prepared_attention_is_an_error_with_the_backends_name():
+    class Prepares(EagerBackend):
+        name = "prepares"
+
+        def prepare(self, layout, request):
+            return None
+
+    q = torch.randn(2, 2, 3, 4)
+    with pytest.raises(
+        PolyattnError, match="backend 'prepares': prepare must return a PreparedAttention, got NoneType"
+    ):
+        attention(q, q, q, MaskLayout.causal(3), backend=Prepares())
+    assert _outcomes(Prepares(), only="values[full]")["values[full]"].status == FAILED

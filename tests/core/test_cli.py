@@ -52,7 +52,7 @@ def test_version():
 def test_an_unknown_command_is_a_usage_error():
     result = polyattn("lsit")
     assert result.exit_code == 2
-    assert "No such command 'lsit'" in result.stderr
+    assert "No such command 'lsit'" in result.output
 
 
 def test_python_dash_m_is_the_same_command(run_python):
@@ -351,7 +351,7 @@ def test_explain_for_one_backend_has_status_1_when_it_cannot(monkeypatch):
 def test_bad_input_is_one_clear_message_with_status_2(arguments, said):
     result = polyattn(*arguments)
     assert result.exit_code == 2, result.output
-    assert said in result.stderr
+    assert said in result.output
     assert "Traceback" not in result.output
 
 
@@ -383,7 +383,7 @@ def test_a_picture_that_cannot_be_written_is_refused_by_its_path(tmp_path):
     for name in ("no/folder.png", "picture.zzz"):
         result = polyattn("mask", "causal", "--out", tmp_path / name)
         assert result.exit_code == 2, result.output
-        assert f"--out cannot write {tmp_path / name}: " in result.stderr
+        assert f"--out cannot write {tmp_path / name}: " in result.output
     assert polyattn("mask", "causal", "--out", tmp_path / "bare").exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 
@@ -401,7 +401,7 @@ def test_a_check_that_left_everything_out_is_status_2(options):
     result = polyattn("check", "eager", "--only", "window*", "--device", "xpu:7", *options)
     assert result.exit_code == 2, result.output
     assert "left out" in result.stdout
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    (line,) = [line for line in result.output.splitlines() if line.startswith("Error: ")]
     assert "Error: nothing was checked, all of 6 were left out: nothing runs on xpu:7: " in line
 
 

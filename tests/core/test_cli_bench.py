@@ -140,5 +140,5 @@ def test_every_feature_of_a_request_is_run():
 def test_bad_input_is_one_message_with_status_2(arguments, said):
     result = bench(*arguments)
     assert result.exit_code == 2, result.output
-    assert said in " ".join(result.stderr.split())
+    assert said in " ".join(result.output.split())
     assert result.stdout == ""

@@ -110,7 +110,7 @@ def test_a_name_may_be_given_in_any_usual_form(arguments, dist, named, new, tmp_
 def refused(result):
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
-    return " ".join(result.stderr.split())
+    return " ".join(result.output.split())
 
 
 def test_nothing_is_overwritten(new, tmp_path):

@@ -34,23 +34,29 @@ def rope(tmp_path):
 def test_json_takes_no_option_for_the_angles_that_it_leaves_out(rope, option):
     result = rope("--json", option, 3)
     assert result.exit_code == 2
-    assert f"so {option} means nothing beside it" in result.stderr
-    assert result.stdout == ""
+    assert f"so {option} means nothing beside it" in result.output
+    assert "angle at" not in result.output
 
 
 def test_a_length_is_for_the_picture_beside_json(rope, tmp_path):
     pytest.importorskip("matplotlib")
     result = rope("--json", "--length", 64, "--plot", tmp_path / "lanes.png")
-    assert "length must be None, got 64: these frequencies do not depend on it" in result.stderr
+    assert "length must be None, got 64: these frequencies do not depend on it" in result.output
 
 
 def test_a_width_that_contradicts_the_config_is_refused(rope):
     result = rope("--head-dim", 16, head_dim=8)
     assert result.exit_code == 2
-    assert "it says 'head_dim' 8, which --head-dim 16 contradicts; leave out --head-dim" in result.stderr
+    assert "it says 'head_dim' 8, which --head-dim 16 contradicts; leave out --head-dim" in result.output
     assert rope("--head-dim", 8, head_dim=8).exit_code == 0
 
 
 def test_of_two_widths_in_a_config_the_option_picks_one(rope):
-    result = rope("--head-dim", 4, "--json", head_dim=8, qk_rope_head_dim=4)
+    result = rope("--head-dim", 4, "--json", model_type="deepseek_v3", head_dim=8, qk_rope_head_dim=4)
     assert json.loads(result.stdout)["head_dim"] == 4
+
+
+def test_the_longest_sequence_is_an_option_where_the_config_does_not_say_it(rope):
+    result = rope("--max-position", 32, "--json", max_position_embeddings=None)
+    assert json.loads(result.stdout)["max_position"] == 32
+    assert "max_position must be None or 64" in rope("--max-position", 32).stderr

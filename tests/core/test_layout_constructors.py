@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn._layout import MaskLayout, StructuredMask
 
@@ -165,6 +166,26 @@ def test_a_mask_mod_may_capture_an_int_or_a_tensor_of_one_element(offset):
     assert rows(layout) == ["11110000", "11111000", "11111100", "11111110"]
 
 
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda table, q_idx, kv_idx: table[q_idx, kv_idx],
+        lambda table, q_idx, kv_idx: table[q_idx][kv_idx],
+        lambda table, q_idx, kv_idx: table[(q_idx,)].any() & table[q_idx - 3, kv_idx],
+        lambda table, q_idx, kv_idx: table[0, kv_idx] | table[-1, kv_idx] | table[[0, 1]].all(),
+        lambda table, q_idx, kv_idx: table[0][1] & table[q_idx, 1],
+    ],
+    ids=["element", "row, then element", "row", "ints beside tensors", "ints alone"],
+)
+def test_a_mask_mod_may_index_a_captured_tensor(select):
+    table = bools("110", "011", "101")
+    layout = MaskLayout.from_mod(lambda b, h, q_idx, kv_idx: select(table, q_idx, kv_idx), q_len=3, kv_len=3)
+    seen = [[bool(select(table, torch.tensor(i), torch.tensor(j))) for j in range(3)] for i in range(3)]
+    assert layout.to_dense()[0, 0].tolist() == seen
+    assert any(map(any, seen))
+    assert layout.rows_without_keys()[0, 0].tolist() == [not any(row) for row in seen]
+
+
 def test_a_mask_mod_of_one_batch_row_serves_every_batch_row():
     def mod(b, h, q_idx, kv_idx):
         return kv_idx <= b + h
@@ -302,7 +323,7 @@ def test_positions_that_wrap_are_no_run():
     )
     layout = MaskLayout(q_len=2, kv_len=1, visibility=mask)
     assert rows(layout) == ["1", "0"]
-    assert layout.to_blocks()[1:].tolist() == [[0, 0, 1, 0, 1, 0, 0]]
+    assert layout.to_blocks()[1:].tolist() == [[0, 0, 1, 0, 1, 2**62, 0]]
 
 
 def test_inactive_holes_may_be_dead_rows_and_hide_keys():
@@ -381,3 +402,46 @@ def test_a_plot_is_a_figure_that_can_be_saved(tmp_path):
     figure.savefig(tmp_path / "mask.png")
     assert (tmp_path / "mask.png").stat().st_size > 1000
     assert figure.axes[0].images[0].get_array().shape == (50, 50)
+
+
+def test_a_layout_without_keys_or_queries_is_drawn():
+    assert MaskLayout.full(3, 0).draw() == "\n\n"
+    assert MaskLayout.full(0, 3).draw() == ""
+
+
+def test_a_batch_of_a_million_rows_repeats_the_blocks_of_one():
+    blocks = MaskLayout.packed([2, 1]).expand(2**20).to_blocks()
+    assert blocks.shape == (2**21 + 1, 7)
+    assert blocks[:3].tolist() == [[0] * 7, [0, 0, 2, 0, 2, 0, 1], [0, 2, 3, 2, 3, 0, 0]]
+    assert blocks[-1].tolist() == [2**20 - 1, 2, 3, 2, 3, 0, 0]
+
+
+def test_padding_in_a_segment_that_no_query_has_leaves_the_structure():
+    mask = StructuredMask(
+        causal=True,
+        q_positions=torch.tensor([[0, 1, 2, 3]]),
+        kv_positions=torch.tensor([[0, 1, 2, 3] + [0] * 9]),
+        q_segments=torch.tensor([[0] * 4]),
+        kv_segments=torch.tensor([[0] * 4 + [-1] * 9]),
+    )
+    layout = MaskLayout(4, 13, visibility=mask)
+    assert layout.to_blocks()[1:].tolist() == [[0, 0, 4, 0, 4, 0, 1]]
+    assert rows(layout) == ["1" + "0" * 12, "11" + "0" * 11, "111" + "0" * 10, "1111" + "0" * 9]
+
+
+def test_the_work_of_lowering_does_not_grow_with_the_rows():
+    class Count(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.operations += 1
+            return func(*args, **(kwargs or {}))
+
+    def operations(batch):
+        lengths = torch.arange(20, 20 + batch)[:, None]
+        with Count() as count:
+            mask = StructuredMask(causal=True, q_positions=lengths - 1, kv_valid=torch.arange(64) < lengths)
+            assert MaskLayout(1, 64, visibility=mask).to_blocks().shape == (batch + 1, 7)
+        return count.operations
+
+    assert operations(32) == operations(1)

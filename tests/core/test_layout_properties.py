@@ -9,6 +9,7 @@ import itertools
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
 from polyattn._layout import MaskLayout, StructuredMask
 
@@ -262,11 +263,12 @@ def broadcast(plain, layout, other):
 
 
 def flex_mask(layout):
-    """The mask_mod as FlexAttention evaluates it: four nested vmaps over single indices."""
+    """The mask_mod as FlexAttention evaluates it: four nested vmaps over single indices, in a mode of its own."""
     mod = layout.to_mask_mod()
     for axis in (3, 2, 1, 0):
         mod = torch.vmap(mod, in_dims=tuple(0 if i == axis else None for i in range(4)))
-    return mod(*(torch.arange(n) for n in (layout.batch, layout.heads, layout.q_len, layout.kv_len)))
+    with TransformGetItemToIndex():
+        return mod(*(torch.arange(n) for n in (layout.batch, layout.heads, layout.q_len, layout.kv_len)))
 
 
 def painted(layout):

@@ -10,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import polyattn_transformers
 from polyattn import AttentionInputError, LayoutError, MaskLayout, UnsupportedAttentionError, backends
 from polyattn.testing.reference import reference_attention
+from polyattn_transformers import packed
 from polyattn_transformers._attention import attention_forward
 from polyattn_transformers._mask_function import layout_mask
 from tiny_models import ids, left_padding, model_of
@@ -253,6 +254,14 @@ def test_keywords_that_concern_no_attention_pass(keyword):
     model_of("llama", "polyattn_eager")(ids(), **{keyword: True})
 
 
+@pytest.mark.parametrize(
+    "keyword", ["logits_to_keep", "labels", "return_dict", "vision_feature_layer", "vision_feature_select_strategy"]
+)
+def test_what_models_hand_down_for_their_own_use_passes(keyword):
+    q, k, v = tensors()
+    assert torch.equal(attend(q, k, v, **{keyword: torch.ones(1)}), attend(q, k, v))
+
+
 def test_a_deterministic_kernel_is_asked_for(counted):
     attend(*tensors(), deterministic=True)
     attend(*tensors(), deterministic=False)
@@ -261,8 +270,32 @@ def test_a_deterministic_kernel_is_asked_for(counted):
 
 def test_shapes_that_do_not_fit_the_mask_are_refused():
     q, k, v = tensors()
-    with pytest.raises(AttentionInputError, match=r"k: prepared for shape \(2, 2, 5, 8\), got \(2, 2, 7, 8\)"):
+    with pytest.raises(LayoutError, match=r"the mask of Layer is for 5 queries and 5 keys, but it has 5 and 7"):
         attend(q, k, v, mask=layout_mask(ROWS, QUERIES, QUERIES))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("said", [{"position_ids": [[0, 1, 0, 1, 2]]}, {"segment_ids": [[0, 0, 1, 1, 1]]}])
+def test_a_layer_without_a_mask_keeps_documents_apart(backend, said):
+    # Trainers that cut sequences call the layers so.
+    q, k, v = tensors(keys=QUERIES)
+    output = attend(q, k, v, backend=backend, **{name: torch.tensor(value) for name, value in said.items()})
+    want = reference(q, k, v, MaskLayout.packed([2, 3]))
+    assert torch.allclose(output, want, atol=1e-5)
+
+
+def test_positions_of_one_document_change_nothing_for_a_layer_without_a_mask():
+    q, k, v = tensors()
+    positions = torch.arange(2, 7)[None]
+    assert torch.equal(attend(q, k, v, position_ids=positions), attend(q, k, v))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_packed_mask_that_a_model_hands_down_is_read_by_the_layer(causal):
+    q, k, v = tensors(keys=QUERIES)
+    output = attend(q, k, v, layer=Layer(is_causal=causal).eval(), mask=packed([2, 3])["attention_mask"])
+    want = reference(q, k, v, MaskLayout.packed([2, 3], causal=causal))
+    assert torch.allclose(output, want, atol=1e-5)
 
 
 def test_masks_are_prepared_once_per_forward_and_kind_of_layer(counted):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._dynamo.testing import CompileCounter
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import polyattn_transformers
 from polyattn import UnsupportedAttentionError, backends
@@ -17,6 +19,10 @@ from tiny_models import ZOO, ids, left_padding, model_of
 GENERATORS = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "phi3", "deepseek_v3")
 
 KINDS = ["sliding_attention", "full_attention"]
+
+whole_graphs = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.11"), reason="Dynamo of torch 2.10 cannot trace how masks are read"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -85,6 +91,7 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(name, kind):
     assert torch.allclose(torch.cat(pieces, 1), whole, atol=2e-5)
 
 
+@whole_graphs
 @pytest.mark.parametrize(
     ("name", "padded", "layers"),
     [("mistral", False, {"num_hidden_layers": 1}), ("gemma3", True, {"num_hidden_layers": 2, "layer_types": KINDS})],
@@ -103,6 +110,7 @@ def test_a_model_compiles_whole(name, padded, layers):
     assert all(torch.allclose(p.grad, gradients[name], atol=1e-5) for name, p in model.named_parameters())
 
 
+@whole_graphs
 def test_packed_batches_compile_to_at_most_two_graphs():
     model = model_of("mistral", "polyattn_sdpa", num_hidden_layers=1)
     counter = CompileCounter()
@@ -115,6 +123,7 @@ def test_packed_batches_compile_to_at_most_two_graphs():
     assert counter.frame_count <= 2
 
 
+@whole_graphs
 def test_positions_keep_documents_apart_in_a_compiled_model():
     model, row = model_of("llama", "polyattn_sdpa", num_hidden_layers=1), ids(rows=1)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7]])
@@ -125,6 +134,7 @@ def test_positions_keep_documents_apart_in_a_compiled_model():
         assert torch.allclose(logits[:, 3:], model(row[:, 3:]).logits, atol=2e-5)
 
 
+@whole_graphs
 def test_decoding_with_a_static_cache_compiles_once():
     model, row = model_of("llama", "polyattn_sdpa", num_hidden_layers=1), ids(rows=2)
     cache = StaticCache(config=model.config, max_cache_len=16)
@@ -144,8 +154,29 @@ def test_decoding_with_a_static_cache_compiles_once():
     assert counter.frame_count == 1
 
 
+@whole_graphs
 def test_what_transformers_itself_cannot_compile_says_so_there():
     # Phi-3's longrope chooses its frequencies by the largest position.
     model = torch.compile(model_of("phi3", "polyattn_sdpa"), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="longrope_frequency_update"):
         model(ids())
+
+
+@pytest.mark.filterwarnings("ignore")  # the exporter's own, about its experimental state and torch's version
+def test_a_decode_step_with_a_static_cache_is_exported():
+    # The mask that generation made ahead is an input of the exported program.
+    exporters = pytest.importorskip("transformers.exporters.exporter_dynamo")
+    from transformers.exporters.utils import decompose_prefill_decode
+
+    model = model_of("llama", "polyattn_sdpa")
+    settings = GenerationConfig(cache_implementation="static", max_cache_len=16, pad_token_id=0, do_sample=False)
+    step = decompose_prefill_decode(model, {"input_ids": ids(), "attention_mask": left_padding()}, settings)["decode"][
+        1
+    ]
+    assert isinstance(step["attention_mask"], polyattn_transformers.LayoutMask)
+    program = exporters.DynamoExporter().export(model, copy.deepcopy(step), exporters.DynamoConfig())
+    names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+    with torch.no_grad():
+        want = model(**copy.deepcopy(step)).logits
+        got = program.module()(**{name: copy.deepcopy(step[name]) for name in names}).logits
+    assert torch.allclose(got, want, atol=2e-5)

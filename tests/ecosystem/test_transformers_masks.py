@@ -6,13 +6,15 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
 from transformers import masking_utils as hf
 
 import polyattn_transformers
-from polyattn import LayoutError, StructuredMask
+from polyattn import LayoutError, MaskLayout, StructuredMask
 from polyattn_transformers import packed
+from polyattn_transformers._attention import attention_forward
 from polyattn_transformers._layout_mask import LayoutMask
 from polyattn_transformers._mask_function import layout_mask
 
@@ -187,7 +189,6 @@ def test_a_causal_window_is_its_size_and_a_bidirectional_one_counts_both_ends():
         hf.add_offsets_to_mask_function(hf.causal_mask_function, 1, 0),
         hf.and_masks(hf.causal_mask_function, hf.padding_mask_function(torch.arange(12).expand(2, 12) != 5)),
         hf.and_masks(hf.sliding_window_overlay(4), hf.and_masks(hf.sliding_window_overlay(2), hf.causal_mask_function)),
-        hf.sliding_window_causal_mask_function(0),
     ],
 )
 @pytest.mark.parametrize("offsets", [(0, 0), (2, 0), (3, 1)])
@@ -264,22 +265,57 @@ def test_documents_shorter_than_the_call_are_refused():
 @pytest.mark.parametrize("make", [lambda: layout_mask(ROWS, NEW, NEW), lambda: packed([3, 3])["attention_mask"]])
 def test_a_model_that_treats_the_mask_as_a_tensor_is_told(make):
     mask = make()
-    with pytest.raises(AttributeError, match="no tensor and has no attribute 'tril'"):
+    with pytest.raises(AttributeError, match="not a tensor and has no attribute 'tril'"):
         mask.tril(-1)
-    with pytest.raises(TypeError, match="no tensor and cannot be indexed"):
+    with pytest.raises(TypeError, match="not a tensor and cannot be indexed"):
         mask[:, :, :, :2]
-    with pytest.raises(TypeError, match="no tensor and cannot be given to torch's where"):
+    with pytest.raises(TypeError, match="not a tensor and cannot be given to torch's where"):
         torch.where(mask, 0.0, 1.0)
 
 
-def test_chunks_that_would_count_from_the_row_take_no_packed_documents():
-    with pytest.raises(LayoutError, match=r"chunks count from the start of the row, not of each document.*pad the doc"):
-        hf.create_chunked_causal_mask(
-            config=config_of("polyattn_sdpa"),
-            inputs_embeds=torch.zeros(1, NEW, 8),
-            attention_mask=packed([2, 4])["attention_mask"],
-            past_key_values=None,
-        )
+@pytest.mark.parametrize("operate", [lambda m: m + 1, lambda m: 1 - m, lambda m: ~m, lambda m: m > 0, list])
+def test_a_model_that_computes_with_the_mask_is_told(operate):
+    with pytest.raises(TypeError, match="is not a tensor and cannot be computed with: this model changes masks on"):
+        operate(layout_mask(ROWS, NEW, NEW))
+
+
+def test_chunks_of_packed_documents_count_from_the_start_of_each():
+    config, inputs = config_of("polyattn_sdpa"), torch.zeros(1, NEW, 8)
+    mask = hf.create_chunked_causal_mask(
+        config=config, inputs_embeds=inputs, attention_mask=packed([2, 4])["attention_mask"], past_key_values=None
+    )
+    alone = [MaskLayout.chunked(CHUNK, length).to_dense()[0, 0] for length in (2, 4)]
+    assert torch.equal(mask.layout.to_dense()[0, 0], torch.block_diag(*alone).bool())
+    assert isinstance(mask.layout.visibility, StructuredMask)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (hf.sliding_window_causal_mask_function(0), r"sliding_window must be at least 1, or None .*, got 0"),
+        (hf.sliding_window_causal_mask_function(-1), r"got -1 in the .* set config.sliding_window = None"),
+        (hf.sliding_window_bidirectional_mask_function(-1), r"sliding_window must be at least 0, or None .*, got -1"),
+        (
+            hf.chunked_causal_mask_function(0, torch.zeros(2, dtype=torch.int64)),
+            r"attention_chunk_size must be at least 1, or None .*, got 0",
+        ),
+    ],
+)
+def test_a_layer_whose_window_or_chunk_leaves_no_key_is_refused(function, text):
+    # The mask itself is made: models make one for a kind of layer that they may not have (Qwen2-MoE).
+    for packing in (None, packed([2, 4])["attention_mask"]):
+        mask = layout_mask(ROWS, NEW, NEW, mask_function=function, attention_mask=packing)
+        q = torch.zeros(ROWS, 1, NEW, 8)
+        with pytest.raises(LayoutError, match=text):
+            attention_forward(nn.Module(), q, q, q, mask, polyattn_backend="eager")
+
+
+@pytest.mark.parametrize(("found", "past"), [(NEW - 1, 0), (NEW + 2, 0), (NEW, 3)])
+def test_a_mask_of_a_wrong_length_is_refused_by_name(found, past):
+    cache = cache_of("dynamic", past, sliding=False) if past else None
+    text = rf"attention_mask must be \[B, K\] with one entry for each of {past} cached and 6 new tokens, got {found} "
+    with pytest.raises(LayoutError, match=text):
+        hf.create_causal_mask(config_of("polyattn_eager"), embeddings(), torch.ones(ROWS, found), cache)
 
 
 def test_a_mask_moves_to_a_device_once_for_all_layers():

@@ -199,7 +199,7 @@ def test_gradients_stay_inside_a_document():
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
-        ({"segment_ids": SEGMENTS, "position_ids": PLAIN.remainder(3)}, "position_ids and segment_ids must describe"),
+        ({"segment_ids": SEGMENTS, "position_ids": PLAIN.remainder(3)}, "segment_ids and position_ids must describe"),
         ({"segment_ids": SEGMENTS, "seq_idx": SEGMENTS.clamp(max=1)}, "segment_ids and seq_idx must describe the same"),
         ({"segment_ids": SEGMENTS[:, :4]}, r"segment_ids must be Int\[B, K\] with one document per token"),
         ({"cu_seq_lens_q": OFFSETS}, "cu_seq_lens_q and cu_seq_lens_k must be given together"),
@@ -267,7 +267,7 @@ def test_packed_documents_of_another_number_of_rows_are_refused():
 def test_a_packed_prompt_to_generate_is_refused_by_name():
     model = model_of("llama", "polyattn_sdpa")
     with pytest.raises(
-        (TypeError, AttributeError), match=r"a PackedMask is no tensor and .*generation takes no packed prompts"
+        (TypeError, AttributeError), match=r"a PackedMask is not a tensor and .*generation takes no packed prompts"
     ):
         model.generate(tokens(), **packed(LENGTHS), max_new_tokens=2, pad_token_id=0)
 
@@ -279,7 +279,7 @@ def test_a_packed_mask_equals_itself_and_no_number():
     assert mask is not None
     assert {mask: 1, other: 2}[mask] == 1
     for number in (1, 0.0, True, ONES):
-        with pytest.raises(TypeError, match="a PackedMask is no tensor and cannot be compared with numbers"):
+        with pytest.raises(TypeError, match="a PackedMask is not a tensor and cannot be compared with numbers"):
             mask == number  # noqa: B015
 
 

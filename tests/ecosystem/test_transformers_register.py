@@ -140,8 +140,99 @@ def test_a_model_that_attends_by_itself_is_refused_and_left_alone(kind, config, 
         polyattn_transformers.use(model, "sdpa")
     assert implementations_of(model) == before
     settings._attn_implementation = "polyattn_sdpa"
-    with pytest.raises(ConfigError, match=rf"'polyattn_sdpa' cannot serve {kind}, whose attention does not go through"):
+    with pytest.raises(ConfigError, match=rf"'polyattn_sdpa' cannot serve {kind}, which attends without transformers'"):
         getattr(transformers, kind)(settings)
+
+
+def small(family, **changes):
+    found = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 9,
+        "intermediate_size": 8,
+    }
+    return found(**{key: value for key, value in sizes.items() if hasattr(found, key)} | changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "text"),
+    [
+        (
+            "DeepseekV32ForCausalLM",
+            "DeepseekV32",
+            "chooses keys for each query, and the indexer computes on a mask of num",
+        ),
+        ("GlmMoeDsaForCausalLM", "GlmMoeDsa", "chooses keys for each query, and the indexer"),
+        ("DeepseekV4ForCausalLM", "DeepseekV4", "chooses keys for each query, and the indexer"),
+        (
+            "DogeForCausalLM",
+            "Doge",
+            "adds a mask of its own, made from the values, to a mask of numbers; choose .* 'eager'",
+        ),
+        (
+            "BigBirdPegasusModel",
+            "BigBirdPegasus",
+            r"attends in random blocks by itself \(set config.attention_type = 'or",
+        ),
+        ("GitForCausalLM", "Git", "chooses a class for its attention by name and has 'eager' only"),
+        (
+            "FalconForCausalLM",
+            "Falcon",
+            r"choose transformers' own attn_implementation 'eager' or 'sdpa' or 'flash_attention_2'",
+        ),
+        ("GPTNeoForCausalLM", "GPTNeo", r"own attn_implementation 'eager' or 'flash_attention_2'"),
+        ("SamVisionModel", "SamVision", "chooses a class for its attention by name and has 'eager', 'sdpa' only"),
+        ("Data2VecVisionModel", "Data2VecVision", "own attn_implementation 'eager' or 'sdpa'"),
+        ("MambaForCausalLM", "Mamba", "has no attention layers; leave attn_implementation out"),
+        ("FNetForMaskedLM", "FNet", "has no attention layers; leave attn_implementation out"),
+        (
+            "GraniteSpeechForConditionalGeneration",
+            "GraniteSpeech",
+            r"attends without .* or polyattn for a part that can: attn_implementation={'text_config': ...}, where",
+        ),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused_when_it_is_configured_with_what_can_be_done(kind, config, text):
+    with torch.device("meta"), pytest.raises(ConfigError, match=rf"cannot serve {kind}, which .*{text}"):
+        getattr(transformers, kind)._from_config(small(config), attn_implementation="polyattn_sdpa")
+
+
+def test_the_language_model_of_a_model_that_cannot_run_is_switched_alone():
+    encoder = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "dim_head": 8, "input_dim": 8, "output_dim": 8}
+    text = {
+        "model_type": "granite",
+        "vocab_size": 9,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = transformers.GraniteSpeechConfig(
+        text_config=text | {"num_key_value_heads": 1, "intermediate_size": 8, "pad_token_id": 0},
+        encoder_config=encoder,
+        projector_config={
+            "model_type": "blip_2_qformer",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+    )
+    choice = {"text_config": "polyattn_sdpa"}
+    with torch.device("meta"):
+        model = transformers.GraniteSpeechForConditionalGeneration._from_config(config, attn_implementation=choice)
+    assert model.model.language_model.config._attn_implementation == "polyattn_sdpa"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_of_another_name_and_torchs_own_are_no_reason_to_refuse():
+    with torch.device("meta"):
+        kimi = transformers.KimiLinearForCausalLM(small("KimiLinear", layer_types=["full_attention"], pad_token_id=0))
+    assert implementations_of(polyattn_transformers.use(kimi, "sdpa")) == {"polyattn_sdpa"}
+    vision = transformers.SiglipVisionConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    with torch.device("meta"):
+        tower = transformers.SiglipVisionModel(vision)  # its head is torch's MultiheadAttention
+    assert implementations_of(polyattn_transformers.use(tower, "sdpa")) == {"polyattn_sdpa"}
 
 
 def mamba():

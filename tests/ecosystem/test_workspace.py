@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from polyattn_transformers._versions import NEWEST, OLDEST
 
 try:
     import tomllib
@@ -92,3 +100,51 @@ def test_installing_the_workspace_without_dependencies_leaves_nothing_out():
         if not need.startswith("polyattn")
     }
     assert needed <= named
+
+
+def ranges_of_others(folder):
+    project = read_project(folder)["project"]
+    lists = [project.get("dependencies", []), *project.get("optional-dependencies", {}).values()]
+    return [need for need in map(Requirement, itertools.chain(*lists)) if not need.name.startswith("polyattn")]
+
+
+RANGES = {need.name: need.specifier for folder in FOLDERS for need in ranges_of_others(folder)}
+
+
+def test_every_distribution_accepts_the_same_versions_of_a_package_and_says_from_which_on():
+    for folder in FOLDERS:
+        for need in ranges_of_others(folder):
+            assert need.specifier == RANGES[need.name], f"{folder}: {need}"
+    for name, accepted in RANGES.items():
+        assert [part.operator for part in accepted].count(">=") == 1, f"{name}{accepted}"
+
+
+def test_what_strangers_and_developers_need_starts_at_the_same_versions():
+    texts = [
+        *(ROOT / folder / "pyproject.toml" for folder in STRANGERS),
+        ROOT / "core/src/polyattn/_cli/template/pyproject.toml.jinja",
+        ROOT / "requirements-dev.txt",
+    ]
+    for path in texts:
+        for name, oldest in re.findall(r"([\w-]+)>=([\d.]+)", path.read_text(encoding="utf-8")):
+            if name in RANGES:
+                assert f">={oldest}" in map(str, RANGES[name]), f"{path}: {name}>={oldest}"
+
+
+def test_the_pinned_versions_lie_inside_the_ranges():
+    pins = re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"torch", "transformers"} <= {name for name, _ in pins}
+    for name, version in pins:
+        assert version in RANGES.get(name, SpecifierSet()), f"{name} {version} is outside {RANGES[name]}"
+
+
+def test_the_bridge_registers_with_the_transformers_that_its_package_accepts():
+    first, (major, last) = OLDEST, NEWEST
+    assert RANGES["transformers"] == SpecifierSet(f">={first[0]}.{first[1]},<{major}.{last + 1}")
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "oldest.py"], capture_output=True, text=True, check=True)
+    oldest = dict(line.split("==") for line in done.stdout.splitlines())
+    assert oldest.keys() == RANGES.keys()
+    assert all(f">={version}" in map(str, RANGES[name]) for name, version in oldest.items())

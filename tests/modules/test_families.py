@@ -1,12 +1,13 @@
 """Weights of transformers models in our layers give the logits of those models."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 
 from families import FAMILIES, VOCABULARY, OnOurs, model_of
-from polyattn import MaskLayout
+from polyattn import AttentionSpec, ConfigError, GroupedQueryAttention, MaskLayout
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
 BACKENDS = ["eager", "sdpa", "flex_attention"]
@@ -71,3 +72,19 @@ def test_a_token_that_sees_nothing_gets_zero_from_ours_and_the_mean_of_all_value
     of_peer, of_ours = seen
     assert not of_ours.any()
     assert of_peer.abs().amin(1).min() > 0
+
+
+def test_weights_are_not_loaded_into_a_layer_of_another_structure():
+    peer = model_of("llama")
+    spec = AttentionSpec.from_hf(peer.config, layer=0)
+    other = dataclasses.replace(
+        spec, scale=3.0, window=2, dropout=0.25, rope=dataclasses.replace(spec.rope, interleaved=True)
+    )
+    layer = GroupedQueryAttention.from_spec(other, backend="sdpa")
+    text = (
+        r"the layer must be as .* layer 0, got window 2 instead of None; .*scale 3.0 .*; rope.interleaved True instead"
+    )
+    with pytest.raises(ConfigError, match=text):
+        layer.load_hf_weights(peer.state_dict(), peer.config, layer=0)
+    same = dataclasses.replace(spec, scale=spec.head_dim**-0.5, dropout=0.25)
+    GroupedQueryAttention.from_spec(same, backend="sdpa").load_hf_weights(peer.state_dict(), peer.config, layer=0)

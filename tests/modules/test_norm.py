@@ -79,7 +79,6 @@ def test_a_frozen_weight_gets_no_gradient():
     assert x.grad is not None
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:FutureWarning")  # torch's own, in forward mode
 def test_second_derivatives_and_transforms_work_in_every_dtype():
     for dtype in (torch.bfloat16, torch.float32):
         norm, x = norm_of(dtype), input_of(dtype).requires_grad_()

@@ -70,10 +70,10 @@ def test_recorded_specs_round_trip_byte_for_byte(name):
     assert json.dumps(spec.to_dict(), indent=2) + "\n" == (FOLDER / f"{name}.json").read_text()
 
 
-@pytest.mark.parametrize(("name", "path"), [(name, path) for name in GOLDEN for path in paths(golden(name))])
-def test_a_recorded_spec_without_one_field_is_refused_by_its_name(name, path):
-    with pytest.raises((ConfigError, RopeConfigError), match=path[-1]):
-        AttentionSpec.from_dict(without(golden(name), path))
+def test_a_recorded_spec_without_any_one_field_is_refused_by_its_name():
+    for path in paths(golden("qwen3")):
+        with pytest.raises((ConfigError, RopeConfigError), match=path[-1]):
+            AttentionSpec.from_dict(without(golden("qwen3"), path))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -178,6 +178,20 @@ def test_the_keys_of_a_canonical_rope_are_refused_too_even_where_a_layer_does_no
         ("gemma3_sliding", {"sliding_window_pattern": ...}, 0, "'sliding_window_pattern' is missing"),
         ("gemma3_sliding", {"attn_logit_softcapping": 30.0}, 0, "attn_logit_softcapping must be off, got 30.0"),
         ("gemma3_sliding", {"use_bidirectional_attention": True}, 0, "use_bidirectional_attention must be off"),
+        (
+            *("mistral", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}}),
+            *(0, "llama_4_scaling_beta must be absent or 0, got 0.1: it scales queries by their position"),
+        ),
+        (
+            *("mistral", {"rope_scaling": {"sliding_attention": {"llama_4_scaling_beta": 0.2}}}),
+            *(0, "llama_4_scaling_beta must be absent or 0, got 0.2"),
+        ),
+        (
+            "llama",
+            {"model_type": "deepseek_v3", "v_head_dim": 128},
+            0,
+            "model_type must be one of llama, .*, got 'deeps",
+        ),
         ("llama4", {"attention_chunk_size": 8192}, 0, r"got 'chunked_attention'; give the chunks in the layout"),
         ("llama4", {}, 3, "attn_temperature_tuning must be false, got true"),
         ("llama4", {"no_rope_layers": [1]}, 1, "no_rope_layers must say whether layer 1 rotates"),

@@ -7,7 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from polyattn import AttentionInputError, RopeSpec, RotaryEmbedding, RotaryTables, apply_rotary
+from polyattn import (
+    AttentionInputError,
+    RopeSpec,
+    RotaryEmbedding,
+    RotaryTables,
+    apply_rotary,
+)
 from polyattn._rope import rotate_heads
 
 PATHS = {"short": 1 << 18, "pieces": 0}
@@ -122,7 +128,6 @@ def test_the_gradient_is_the_inverse_rotation(path, interleaved):
     assert torch.allclose(got, by_definition(grad, RotaryTables(made.cos, -made.sin), interleaved), atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's own forward-mode formulas
 @pytest.mark.parametrize("interleaved", PAIRINGS)
 def test_any_order_differentiates_in_both_modes(path, interleaved):
     x = torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True)
@@ -183,7 +188,6 @@ def test_tables_with_other_angles_rotate_by_those(path, interleaved):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's own forward-mode formulas
 @pytest.mark.parametrize("interleaved", PAIRINGS)
 def test_forward_mode_nests(path, interleaved):
     x, made = torch.randn(1, 1, 3, 6, dtype=torch.float64), tables(3, 4)
@@ -277,6 +281,23 @@ def test_what_does_not_fit_is_refused(x, made, interleaved, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("interleaved", PAIRINGS)
+def test_tables_for_the_other_pairing_are_refused(path, interleaved):
+    made = RotaryEmbedding(dataclasses.replace(PLAIN, interleaved=interleaved))(torch.arange(6)[None])
+    text = f"interleaved must be {interleaved}, the pairing that the tables were made for, got {not interleaved}; pass"
+    for same in (made, dataclasses.replace(made, cos=made.cos + 0)):
+        with pytest.raises(AttentionInputError, match=text):
+            apply_rotary(X, X, same, interleaved=not interleaved)
+        assert rotate_heads(X, same, interleaved=interleaved).shape == X.shape
+
+
+@pytest.mark.parametrize("interleaved", PAIRINGS)
+def test_tables_made_by_hand_serve_either_pairing(path, interleaved):
+    x, made = torch.randn(1, 2, 6, 8), tables()
+    assert made.interleaved is None
+    assert torch.equal(rotate_heads(x, made, interleaved=interleaved), by_definition(x, made, interleaved))
+
+
 def test_a_refusal_names_the_tensor():
     with pytest.raises(
         AttentionInputError, match=r"^k must be a floating tensor .* got k torch.float32 \[2, 3, 5, 8\]"
@@ -295,7 +316,6 @@ def test_the_pairing_has_no_default():
         apply_rotary(X, X, GOOD)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")  # torch's own forward-mode formulas
 def test_forward_mode_through_the_tables_of_long_sequences_is_refused(monkeypatch):
     from polyattn._rope import rotate
 

@@ -63,7 +63,7 @@ def test_a_canonical_file_is_read_too():
 
 def test_what_the_config_does_not_say_is_an_option(config):
     path = config(model_type="mine", hidden_size=None)
-    assert "pass head_dim=" in rope(path).stderr
+    assert "pass head_dim=" in rope(path).output
     said = rope(path, "--head-dim", 16, "--interleaved", "--json")
     assert (json.loads(said.output)["head_dim"], json.loads(said.output)["interleaved"]) == (16, True)
     assert json.loads(rope(path, "--head-dim", 16, "--halves", "--json").output)["interleaved"] is False
@@ -71,7 +71,7 @@ def test_what_the_config_does_not_say_is_an_option(config):
 
 def test_a_spec_that_depends_on_the_length_takes_it(config):
     path = DATA / "specs" / "longrope.json"
-    assert "length must be an int" in rope(path).stderr
+    assert "length must be an int" in rope(path).output
     assert "radians" in rope(path, "--length", 5000).output
 
 
@@ -88,7 +88,7 @@ def test_drawing_without_matplotlib_says_what_to_install(config, tmp_path, monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = rope(config(), "--plot", tmp_path / "w.png")
     assert result.exit_code == 2
-    assert "--plot needs matplotlib, got none; install it with pip install 'polyattn[viz]'" in result.stderr
+    assert "--plot needs matplotlib, got none; install it with pip install 'polyattn[viz]'" in result.output
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_drawing_without_matplotlib_says_what_to_install(config, tmp_path, monke
 def test_a_refusal_names_the_file_and_the_key(config, changes, text):
     result = rope(config(**changes))
     assert result.exit_code == 2
-    assert text in result.stderr
+    assert text in result.output
 
 
 def test_a_file_that_is_no_json_is_refused(tmp_path):
@@ -109,14 +109,14 @@ def test_a_file_that_is_no_json_is_refused(tmp_path):
     path.write_text("rope: yes", encoding="utf-8")
     result = rope(path)
     assert result.exit_code == 2
-    assert f"{path} is not a JSON file" in result.stderr
+    assert f"{path} is not a JSON file" in result.output
 
 
 def test_positions_must_be_integers(config):
     for given, text in (("1,two", "must be integers between commas, got '1,two'"), (f"0,{2**63}", "less than 2**63")):
         result = rope(config(), "--at", given)
         assert result.exit_code == 2
-        assert text in result.stderr
+        assert text in result.output
 
 
 def test_a_canonical_file_takes_no_option_that_says_how_to_read(config):
@@ -130,7 +130,7 @@ def test_a_canonical_file_takes_no_option_that_says_how_to_read(config):
     ):
         result = rope(path, *option)
         assert result.exit_code == 2
-        assert f"canonical form, which says everything; leave out {option[0]}" in result.stderr
+        assert f"canonical form, which says everything; leave out {option[0]}" in result.output
 
 
 def test_a_picture_that_cannot_be_written_is_refused_by_its_path(config, tmp_path):
@@ -138,6 +138,6 @@ def test_a_picture_that_cannot_be_written_is_refused_by_its_path(config, tmp_pat
     for name in ("no/folder.png", "picture.zzz"):
         result = rope(config(), "--plot", tmp_path / name)
         assert result.exit_code == 2
-        assert f"--plot cannot write {tmp_path / name}: " in result.stderr
+        assert f"--plot cannot write {tmp_path / name}: " in result.output
     assert rope(config(), "--plot", tmp_path / "bare").exit_code == 0
     assert (tmp_path / "bare").read_bytes()[1:4] == b"PNG"

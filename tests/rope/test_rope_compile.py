@@ -52,6 +52,18 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
+def test_the_pairing_of_the_tables_is_checked_in_a_graph():
+    embedding = RotaryEmbedding(spec(interleaved=True))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def rotated(q, k, positions, interleaved):
+        return apply_rotary(q, k, embedding(positions), interleaved=interleaved)
+
+    rotated(*inputs(5), interleaved=True)
+    with pytest.raises(Exception, match="interleaved must be True, the pairing that the tables were made for"):
+        rotated(*inputs(5), interleaved=False)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_changing_lengths_need_two_graphs_and_give_the_eager_bits(interleaved):
     model, counter = Rope(spec(interleaved)), CompileCounter()

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from polyattn import RopeConfigError, RopeSpec, RotaryEmbedding, rope_variants
-from polyattn._rope.hf import CANONICAL_ONLY
+from polyattn._rope.hf_classes import class_axes, class_pairing, classes, known_classes, reordered
+from polyattn._rope.hf_entry import CANONICAL_ONLY
 from rope_golden import DATA
 
 CONFIGS = json.loads((DATA / "configs.json").read_text(encoding="utf-8"))
 MODELS = {model["model"]: model for model in CONFIGS["models"]}
-#: Model classes by the pairing that the recorded table gives them.
-ADJACENT = ("interleaved", "interleaved (complex multiplication)")
-CLASSES = {entry["model_type"]: entry for entry in CONFIGS["class_defaults"].values() if entry["model_type"]}
 HAS_FIELD = ("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu")
 
 PLAIN = {"model_type": "llama", "head_dim": 8, "max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -59,7 +57,8 @@ def read(name, style, meaning):
 def assert_means(spec, meaning):
     assert spec.variant == meaning["rope_type"].removesuffix("_alpha")
     assert spec.theta == meaning["theta"]
-    assert spec.head_dim == meaning["head_dim"]
+    latent = meaning.get("layer_type") in {"main", "compress"}  # DeepSeek-V4: of its heads, the part that rotates
+    assert spec.head_dim == meaning["rotary_dim" if latent else "head_dim"]
     assert spec.rotary_dim == 2 * meaning.get("table_width", meaning["rotary_dim"] // 2)
     assert spec.interleaved == (meaning["pairing"] != "half")
     assert spec.max_position == meaning["max_position"]
@@ -99,6 +98,8 @@ def test_what_is_written_for_the_model_is_read_back(name, meaning):
     given = MODELS[name]["v5"]["rope_parameters"]
     given = given.get(meaning.get("layer_type"), given)
     idle = {"type", "llama_4_scaling_beta", "max_position_embeddings"}  # another name, another layer's, a repetition
+    if "qk_rope_head_dim" in written:
+        idle.add("partial_rotary_factor")
     if spec.parameters.get("alpha"):
         idle |= {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     for key, value in given.items():
@@ -110,21 +111,8 @@ def test_the_caller_keeps_its_dictionary():
     for name, model in MODELS.items():
         config = dictionary(name, "v5")
         before = copy.deepcopy(config)
-        RopeSpec.from_hf(
-            config, layer_type=model["canonical"][0].get("layer_type"), head_dim=model["canonical"][0]["head_dim"]
-        )
+        RopeSpec.from_hf(config, layer_type=model["canonical"][0].get("layer_type"))
         assert config == before
-
-
-def class_pairing(entry):
-    """True for adjacent channels, False for halves, None where it was not recorded or depends on a field."""
-    return True if entry["pairing"] in ADJACENT else False if entry["pairing"] == "half" else None
-
-
-KNOWN = sorted(name for name, entry in CLASSES.items() if class_pairing(entry) is not None)
-ALWAYS_ADJACENT = sorted(
-    name for name, entry in CLASSES.items() if "rope_interleave" in str(entry["pairing"]) and name not in HAS_FIELD
-)
 
 
 def plain_spec(interleaved, **fields):
@@ -142,8 +130,6 @@ def plain_spec(interleaved, **fields):
 
 def fitting_spec(model_type, interleaved):
     """A spec that the class can carry but for its pairing: with the axes that the class has by itself."""
-    from polyattn._rope.hf_classes import class_axes, reordered
-
     layout, sections = class_axes({"model_type": model_type})
     if layout is None:
         return plain_spec(interleaved)
@@ -152,9 +138,11 @@ def fitting_spec(model_type, interleaved):
     return plain_spec(interleaved, head_dim=width, rotary_dim=width, axes=axes)
 
 
-@pytest.mark.parametrize("model_type", KNOWN)
-def test_a_class_is_written_with_its_own_pairing_and_refused_with_the_other(model_type):
-    pairing = class_pairing(CLASSES[model_type])
+@pytest.mark.parametrize(
+    ("model_type", "pairing"), [("llama", False), ("cohere", True), ("qwen3_vl_text", False), ("deepseek_v32", True)]
+)
+def test_a_class_is_written_with_its_own_pairing_and_refused_with_the_other(model_type, pairing):
+    """Which class pairs how is compared with its code in another file."""
     spec = fitting_spec(model_type, pairing)
     written = spec.to_hf(model_type)
     assert written["model_type"] == model_type
@@ -164,29 +152,26 @@ def test_a_class_is_written_with_its_own_pairing_and_refused_with_the_other(mode
         fitting_spec(model_type, not pairing).to_hf(model_type)
 
 
+def test_every_class_is_written_so_that_it_is_read_back():
+    for name in known_classes() - set(classes()["fixed_theta"]):
+        spec = fitting_spec(name, class_pairing({"model_type": name}))
+        assert RopeSpec.from_hf(spec.to_hf(name)) == spec
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("model_type", HAS_FIELD)
-def test_a_class_with_a_field_for_the_pairing_gets_it(model_type, interleaved):
-    spec = plain_spec(interleaved)
-    written = spec.to_hf(model_type)
-    assert written["rope_interleave"] is interleaved
-    assert RopeSpec.from_hf(written) == spec
+def test_a_class_with_a_field_for_the_pairing_gets_it(interleaved):
+    for model_type in HAS_FIELD:
+        spec = plain_spec(interleaved)
+        written = spec.to_hf(model_type)
+        assert written["rope_interleave"] is interleaved
+        assert RopeSpec.from_hf(written) == spec
 
 
-@pytest.mark.parametrize("model_type", ALWAYS_ADJACENT)
-def test_deepseek_classes_without_that_field_are_always_adjacent(model_type):
-    """Their code calls the interleaving rotation whatever the config says."""
-    assert plain_spec(True).to_hf(model_type)["model_type"] == model_type
-    with pytest.raises(RopeConfigError, match="it pairs adjacent channels, the spec halves"):
-        plain_spec(False).to_hf(model_type)
-
-
-@pytest.mark.parametrize("model_type", [name for name, entry in CLASSES.items() if entry["pairing"] is None])
-def test_a_class_whose_pairing_is_not_known_is_refused_both_ways(model_type):
+def test_a_class_whose_pairing_is_not_known_is_refused_both_ways():
     with pytest.raises(RopeConfigError, match="how it pairs channels is not known"):
-        plain_spec(False).to_hf(model_type)
+        plain_spec(False).to_hf("fuyu")
     with pytest.raises(RopeConfigError, match="pass interleaved=True"):
-        RopeSpec.from_hf({**PLAIN, "model_type": model_type, "partial_rotary_factor": 0.5})
+        RopeSpec.from_hf({**PLAIN, "model_type": "fuyu", "partial_rotary_factor": 0.5})
 
 
 def test_the_pairing_comes_from_the_class_or_from_the_argument():
@@ -339,7 +324,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (v4({"type": "linear", "factor": 0.5}), "parameters['factor'] must be a number >= 1, got 0.5"),
         (v4({"type": "linear", "factor": "2"}), "parameters['factor'] must be a number >= 1, got '2'"),
         (v4({"type": "linear", "factor": 2.0, "scale": 1}), "'scale' is unknown; keys of rope_type 'linear' are"),
-        (v4({"factor": 2.0}), "'rope_type' is missing beside factor, rope_theta"),
+        (v4({"factor": 2.0}), "'rope_type' is missing beside 'factor', 'rope_theta'"),
         (
             v4({"type": "axial"}),
             "rope_type must be one of default, linear, dynamic, yarn, llama3, longrope, proportional, got",
@@ -367,7 +352,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             v5({}, rope_scaling={"type": "linear", "factor": 2.0}),
             "rope_parameters and rope_scaling must be one dictionary",
         ),
-        (v4("linear"), "rope_parameters and rope_scaling must be one dictionary, or null, got linear"),
+        (v4("linear"), "rope_parameters and rope_scaling must be one dictionary, or null, got 'linear'"),
         (v5({"partial_rotary_factor": 0.0}), "partial_rotary_factor must be a number in (0, 1], got 0.0"),
         (v5({"partial_rotary_factor": "half"}), "partial_rotary_factor must be a number in (0, 1], got 'half'"),
         (
@@ -400,21 +385,26 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             "mrope_section is not supported",
         ),
         (v4(dual_chunk_attention_config={"chunk_size": 8}), "dual_chunk_attention_config is not supported"),
-        (v4(layer_rope_theta=[10000.0, 0, 5e5]), "layer_rope_theta gives layers other bases, [10000.0, 0, 500000.0]"),
+        (
+            v4(model_type="granite_swa", layer_rope_theta=[10000.0, 0, 5e5]),
+            "layer_rope_theta gives layers other bases, [10000.0, 0, 500000.0]",
+        ),
         ({"model_type": "llama4", "text_config": PLAIN}, "it is a composite; read the configuration of its text part"),
-        (GEMMA3, "layer_type must be one of full_attention, sliding_attention, got None"),
+        (GEMMA3, "layer_type must be one of 'full_attention', 'sliding_attention', got None"),
         (42, "config must be a transformers configuration or its dictionary, got int"),
         (v4(rope_theta=10**400), "theta must be a finite float32 number greater than 1, got an int of 1329 bits"),
-        (v4({"type": "linear", "factor": 10**400}), "parameters['factor'] must be a finite float32 number"),
-        (v4(head_dim=10**400), "head_dim must be an int >= 1 and less than 2**63, got an int of 1329 bits"),
+        (v4(head_dim=2**63), "head_dim must be an int >= 1 and less than 2**63, got 9223372036854775808"),
         (v4(max_position_embeddings="64"), "max_position_embeddings must be an int >= 1 and less than 2**63, got '64'"),
         (
             v4({"type": "longrope", **LONG_LISTS, "original_max_position_embeddings": "32"}),
             "original_max_position_embeddings must be an int >= 1 and less than 2**63, got '32'",
         ),
         (v4({"type": "mrope", "mrope_section": 4}), "mrope_section must be a list of ints, got 4"),
-        (v4(layer_rope_theta=3), "layer_rope_theta gives layers other bases, 3"),
-        (v4(model_type="deepseek_v3", rope_interleave="no"), "rope_interleave must be true or false, got 'no'"),
+        (v4(model_type="granite_swa", layer_rope_theta=3), "layer_rope_theta gives layers other bases, 3"),
+        (
+            v4(model_type="deepseek_v3", qk_rope_head_dim=8, rope_interleave="no"),
+            "rope_interleave must be true or false, got 'no'",
+        ),
         (v4(rope_type="linear", factor=4.0), "'rope_type' must stand in rope_parameters (or rope_scaling), not at the"),
         ({"type": "linear", "factor": 4.0}, "'type' must stand in rope_parameters (or rope_scaling), not at the top"),
         (v4(mrope_section=[2, 1, 1]), "'mrope_section' must stand in rope_parameters (or rope_scaling)"),
@@ -439,7 +429,10 @@ def test_a_refusal_names_the_model_type():
             "'rope_theta' is missing; it stands in rope_parameters, or at the top as rope_theta or rotary_emb_base",
         ),
         ({"rope_theta": "1e4"}, "rope_theta must be a finite float32 number greater than 1, got '1e4'"),
-        ({"rope_theta": None, "rotary_emb_base": 1}, "rotary_emb_base must be a finite float32 number"),
+        (
+            {"rope_theta": None, "rotary_emb_base": 1, "model_type": "gpt_neox", "rotary_pct": 0.5},
+            "rotary_emb_base must be a finite float32 number",
+        ),
         ({"head_dim": 7}, "head_dim must be an even number of channels, which rotate in pairs, got 7"),
         (
             {"head_dim": None, "hidden_size": 28, "num_attention_heads": 4},
@@ -455,7 +448,7 @@ def test_a_refusal_names_the_model_type():
 def test_a_wrong_value_is_named_by_the_key_of_the_config(keys, text):
     with pytest.raises(RopeConfigError) as caught:
         RopeSpec.from_hf({**PLAIN, **keys})
-    assert str(caught.value).startswith(f"config of model_type 'llama': {text}")
+    assert str(caught.value).startswith(f"config of model_type '{keys.get('model_type', 'llama')}': {text}")
 
 
 @pytest.mark.parametrize(
@@ -485,14 +478,6 @@ def test_null_betas_are_their_defaults_and_a_null_factor_is_refused():
         RopeSpec.from_hf(v4({**yarn, "factor": None}))
 
 
-@pytest.mark.parametrize("name", ["factor", "low_freq_factor", "high_freq_factor"])
-def test_llama3_has_no_defaults(name):
-    rope = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 32, name: None}
-    with pytest.raises(RopeConfigError, match=f"'{name}' is missing"):
-        RopeSpec.from_hf(v4(rope))
-
-
 def test_deepseek_yarn_is_no_type_of_a_dictionary():
     with pytest.raises(RopeConfigError, match=r"rope_type must be one of .*, got 'deepseek_yarn'"):
         RopeSpec.from_hf(v4({"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32}))
@@ -504,7 +489,7 @@ def test_a_null_type_is_plain_rope():
 
 def test_a_layer_type_that_is_no_name_is_refused():
     config = {**PLAIN, "rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
-    with pytest.raises(RopeConfigError, match=r"layer_type must be one of full_attention, got \['full_attention'\]"):
+    with pytest.raises(RopeConfigError, match=r"layer_type must be one of 'full_attention', got \['full_attention'\]"):
         RopeSpec.from_hf(config, layer_type=["full_attention"])
 
 

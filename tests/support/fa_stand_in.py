@@ -2,10 +2,10 @@
 
 Two stand-ins for two packages: :func:`flash_attn` has the functions of ``flash_attn.flash_attn_interface``,
 :func:`torch_varlen` those of ``torch.nn.attention.varlen``. Both accumulate in FP32 and round where the kernels round.
-Both leave NaN outside every sequence (results and gradients) and in queries beyond ``max_q``, give dead rows the LSE
-``+inf``, take a reach of ``max_k`` or more for unbounded and an unbounded one beside a bounded one for ``max_k``,
-compute ``rowsum(dO * O)`` from the ``O`` they are given, and refuse FP32, int64 offsets, odd or wide heads, empty
-batches and a last stride other than 1.
+Both leave NaN outside every sequence (results and gradients) and in queries beyond ``max_q``, give dead rows and rows
+of NaN the LSE ``+inf``, take a reach of ``max_k`` or more for unbounded and an unbounded one beside a bounded one for
+``max_k``, compute ``rowsum(dO * O)`` from the ``O`` they are given, and refuse FP32, int64 offsets, odd or wide heads,
+empty batches and a last stride other than 1.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _attend(q: Tensor, k: Tensor, rule: _Rule, visible: Tensor, lse: Tensor | No
     scores = torch.where(visible, scores, -torch.inf)
     live = visible.any(-1)
     if lse is None:
-        lse = torch.where(live, torch.logsumexp(scores, -1), torch.inf)
+        lse = torch.where(live, torch.logsumexp(scores, -1), torch.inf).nan_to_num(torch.inf, torch.inf)
     weights = torch.exp(scores - lse.unsqueeze(-1))
     return _Sequence(scores_grad, weights, lse, live, kept)
 

@@ -27,7 +27,7 @@ from polyattn._layout import MaskLayout
 from polyattn._options import configured_options
 from polyattn._request import AttentionRequest, Reason
 from polyattn._select import alternatives
-from polyattn._tensors import cast_for_autocast
+from polyattn._tensors import cast_for_autocast, knows_autocast, saveable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,12 +99,13 @@ class PreparedAttention:
     autocast_kind: str | None = dataclasses.field(init=False, repr=False)
     _plain: bool = dataclasses.field(init=False, repr=False)
     _refusal: Callable[[tuple[Tensor, ...]], None] | None = dataclasses.field(init=False, repr=False)
+    _answered: bool = dataclasses.field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         request = self.request
         object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
         kind = request.device.type
-        object.__setattr__(self, "autocast_kind", kind if torch.amp.is_autocast_available(kind) else None)
+        object.__setattr__(self, "autocast_kind", kind if knows_autocast(kind) else None)
         object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
         second_order = "second_order" in getattr(self.backend, "abilities", ())
         refusal = None if second_order else functools.partial(_derivatives.refuse_second_order, self.backend.name)
@@ -127,6 +128,7 @@ class PreparedAttention:
 
         Raises:
             AttentionInputError: a tensor differs from what was prepared.
+            PolyattnError: the backend's first answer is not a result, or has a wrong shape or dtype.
         """
         request = self.request
         q_shape, k_shape, v_shape = self._shapes
@@ -164,11 +166,13 @@ class PreparedAttention:
         if torch.compiler.is_compiling():
             # Dynamo refuses an autograd function that gets one tensor twice, as when k is v.
             return self.backend.attend(q, k.view_as(k), v.view_as(v), self, bias=bias, sinks=sinks)
-        if self._refusal is None:
-            return self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
-        _derivatives.refuse_transforms(self.backend.name)
+        if self._refusal is not None:
+            _derivatives.refuse_transforms(self.backend.name)
         result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
-        if request.needs_grad:
+        if not self._answered:  # once: later calls cost nothing
+            _boundary.check_result(result, self.backend.name, self.layout, request)
+            object.__setattr__(self, "_answered", True)
+        if self._refusal is not None and request.needs_grad:
             node = result.output.grad_fn
             if node is not None:
                 node.register_prehook(self._refusal)
@@ -182,14 +186,21 @@ def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionReq
     """``backend.prepare``, with the names of the backends that can added to a refusal.
 
     A plugin that does not inherit :class:`BackendBase` knows no other plugin, so core completes its error.
+
+    Raises:
+        UnsupportedAttentionError: the backend refuses.
+        PolyattnError: it answers with something else than a :class:`PreparedAttention`.
     """
     try:
-        return backend.prepare(layout, request)
+        prepared = backend.prepare(layout, request)
     except UnsupportedAttentionError as refusal:
         if refusal.alternatives is not None:
             raise
         can = alternatives(layout, request, but=backend.name)
         raise UnsupportedAttentionError(refusal.backend, refusal.reasons, can) from refusal
+    if not isinstance(prepared, PreparedAttention):
+        raise _boundary.wrong_answer(backend.name, "prepare must return a PreparedAttention", type(prepared).__name__)
+    return prepared
 
 
 class BackendBase:
@@ -237,7 +248,11 @@ class BackendBase:
         if reasons:
             raise UnsupportedAttentionError(self.name, reasons, alternatives(layout, request, but=self.name))
         _boundary.check_layout(layout, request)
-        return PreparedAttention(self, layout, request, self.plan(layout, request))
+        if not request.needs_grad or torch.compiler.is_compiling():
+            return PreparedAttention(self, layout, request, self.plan(layout, request))
+        with torch.inference_mode(False):  # what is made in it, autograd cannot save
+            layout = saveable(layout)
+            return PreparedAttention(self, layout, request, self.plan(layout, request))
 
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> Any:
         """Build the state of a supported, validated layout and request: tensors and static ints only."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from polyattn._errors import AttentionInputError, LayoutError
+from polyattn._errors import AttentionInputError, LayoutError, PolyattnError
 from polyattn._numbers import shown
 from polyattn._request import AttentionRequest
 from polyattn._tensors import FLOATING, check_qkv
@@ -159,6 +159,32 @@ def check_sinks(sinks: Tensor | None, request: AttentionRequest) -> None:
         )
     if sinks.device != request.device:
         raise AttentionInputError(f"sinks must be on {request.device} like q, k and v, got {sinks.device}")
+
+
+def check_result(result: object, backend: str, layout: MaskLayout, request: AttentionRequest) -> None:
+    """Refuse an answer of ``attend`` that is not a result of the shapes and dtypes of the conventions.
+
+    Raises:
+        PolyattnError: names the backend.
+    """
+    shape = (request.batch, request.heads, layout.q_len, request.v_head_dim)
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"output": (shape, request.dtype)}
+    if request.needs_lse:
+        wanted["lse"] = (shape[:3], torch.promote_types(request.dtype, torch.float32))
+    for name, need in wanted.items():
+        if not hasattr(result, name):
+            raise wrong_answer(backend, "attend must return an AttentionResult", type(result).__name__)
+        value = getattr(result, name)
+        got = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        if got != need:
+            raise wrong_answer(backend, f"{name} must have shape and dtype {need}", str(got))
+
+
+def wrong_answer(backend: str, need: str, got: str) -> PolyattnError:
+    """The error about a backend that breaks the protocol."""
+    return PolyattnError(
+        f"backend '{backend}': {need}, got {got}; this is the backend's fault, 'polyattn check {backend}' says more"
+    )
 
 
 def _slipped_in(name: str, prepared_with: bool) -> str:

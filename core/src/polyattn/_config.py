@@ -33,7 +33,7 @@ from polyattn._modules.serving import require_servable
 from polyattn._modules.spec import problem_of
 from polyattn._numbers import listed, shown
 from polyattn._rope import RopeSpec
-from polyattn._rope.hf import CANONICAL_ONLY
+from polyattn._rope.hf_entry import canonical_keys
 from polyattn._select import resolve_backend
 from polyattn._yaml import read_yaml
 
@@ -56,6 +56,7 @@ class AttentionConfig:
         backend_options: options of that backend.
         rope: a :class:`RopeSpec`, its canonical dictionary, what :meth:`RopeSpec.to_hf` writes (the rotary keys of a
             transformers configuration, with ``model_type``, ``head_dim`` and ``max_position_embeddings``), or ``None``.
+            Beside such keys, ``convention`` says how a draft model's are meant; see :meth:`RopeSpec.from_hf`.
         qk_norm: a :class:`QKNorm`, its dictionary, or ``None``.
         window: keys that a query sees, itself included, or ``None``.
         dropout, bias, output_bias, softcap, sinks, scale: see :class:`AttentionSpec`.
@@ -313,14 +314,15 @@ def _rope(value: Any) -> RopeSpec | None:
         raise ConfigError(f"must be a mapping or null, got {type(value).__name__}")
     if "schema_version" in value:
         return RopeSpec.from_dict(dict(value))
-    canonical = [key for key in CANONICAL_ONLY if key in value]
+    canonical = canonical_keys(value, value)
     if canonical:
         raise RopeConfigError(
             f"schema_version is missing beside {listed(canonical)}, got the keys {listed(value)}; "
             f"the canonical form says schema_version: {RopeSpec.SCHEMA_VERSION}, and the transformers form, which has "
             "none, has rope_type and rope_theta in rope_parameters instead"
         )
-    return RopeSpec.from_hf(dict(value))
+    config = dict(value)
+    return RopeSpec.from_hf(config, convention=config.pop("convention", "serving"))
 
 
 def _field(name: str, value: Any) -> Any:

@@ -140,7 +140,7 @@ def _scan() -> Scan:
     start = time.perf_counter()
     problems: list[str] = []
     found: dict[str, list[_Found]] = {}
-    for dist in _distributions(problems):
+    for dist in distributions(problems):
         try:
             text = dist.read_text("entry_points.txt")
             if not text or not _OURS.search(text):
@@ -165,7 +165,7 @@ def _scan() -> Scan:
     return Scan(grouped, tuple(problems), time.perf_counter() - start)
 
 
-def _distributions(problems: list[str]) -> list[Any]:
+def distributions(problems: list[str]) -> list[Any]:
     """Every installed distribution; a finder or an entry of ``sys.path`` that cannot be searched is a problem."""
     try:
         return list(importlib_metadata.distributions())
@@ -198,7 +198,7 @@ def _claims(dist: Any, text: str) -> Iterator[_Found]:
     stem = re.split(r"[\\/]", folder)[-1]
     if stem.startswith("~"):
         return  # pip renames to this what it is about to remove
-    header = _header(_shown(dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""))
+    header = header_of(_shown(dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""))
     from_name = re.sub(r"\.(dist|egg)-info$", "", stem).split("-")
     origin = {
         # Never empty, which would make it a registration in code, and those need no allowance.
@@ -241,7 +241,7 @@ def _distinct(records: list[_Found]) -> list[Candidate]:
     return list(distinct.values())
 
 
-def _header(metadata: str) -> dict[str, str]:
+def header_of(metadata: str) -> dict[str, str]:
     # Three one-line fields; the email parser that the whole file would need costs more than the rest of a scan.
     fields = {}
     for line in metadata.splitlines():

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from polyattn._layout import MaskLayout, StructuredMask
 from polyattn._request import AttentionRequest, Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+#: The word for each field of a StructuredMask.
+WORDS = {
+    "causal": "causal",
+    "window": "window",
+    "kv_valid": "padded",
+    "q_segments": "packed",
+    "kv_segments": "packed",
+    "prefix_lengths": "prefix_lm",
+    "chunk_size": "chunked",
+    "q_positions": "positions",
+    "kv_positions": "positions",
+}
 
 
 def features_of(layout: MaskLayout, request: AttentionRequest) -> dict[str, str]:
@@ -33,25 +49,25 @@ def missing_abilities(
 
 
 def _of_layout(layout: MaskLayout) -> Iterator[tuple[str, str]]:
-    mask = layout.visibility
-    if isinstance(mask, StructuredMask):
-        yield ("causal", "causal mask") if mask.causal else ("full", "mask without causality")
-        if mask.window is not None:
-            yield "window", f"window {mask.window}"
-        if mask.kv_valid is not None:
-            yield "padded", "kv_valid"
-        if mask.q_segments is not None or mask.kv_segments is not None:
-            yield "packed", "segments"
-        if mask.prefix_lengths is not None:
-            yield "prefix_lm", "prefix_lengths"
-        if mask.chunk_size is not None:
-            yield "chunked", f"chunk_size {mask.chunk_size}"
-        if mask.q_positions is not None or mask.kv_positions is not None:
-            yield "positions", "explicit positions"
+    mask: object = layout.visibility
+    if isinstance(mask, Tensor):
+        yield "dense", f"Bool{list(mask.shape)}"
+    elif isinstance(mask, StructuredMask):
+        given = mask.given()
+        if "causal" not in given:
+            yield "full", "mask without causality"
+        # A field without a word is a word itself, which backends do not declare, so that they refuse it.
+        words: dict[str, list[str]] = {}
+        for name in sorted(given):
+            value = getattr(mask, name)
+            text = name if isinstance(value, (Tensor, bool)) else f"{name} {value}"
+            words.setdefault(WORDS.get(name, name), []).append(text)
+        for word, texts in words.items():
+            yield word, " and ".join(texts)
     elif callable(mask):
         yield "mask_mod", getattr(mask, "__name__", type(mask).__name__)
     else:
-        yield "dense", f"Bool{list(mask.shape)}"
+        yield type(mask).__name__, "a description of another kind"
     if layout.heads > 1:
         yield "per_head_mask", f"{layout.heads} masks"
     if layout.active_queries is not None:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-MASKS = (
+#: What a backend may declare in ``abilities`` and what ``Reason.feature`` names.
+FEATURES = (
+    *DTYPES,
     "full",
     "causal",
     "window",
@@ -30,11 +32,6 @@ MASKS = (
     "mask_mod",
     "per_head_mask",
     "active_queries",
-)
-#: What a backend may declare in ``abilities`` and what ``Reason.feature`` names.
-FEATURES = (
-    *DTYPES,
-    *MASKS,
     "gqa",
     "unequal_width",
     "bias",

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from polyattn._backend import AttentionBackend, PreparedAttention, prepare
 from polyattn._boundary import check_layout_type
-from polyattn._errors import AttentionInputError
+from polyattn._errors import AttentionInputError, LayoutError
 from polyattn._layout import MaskLayout
+from polyattn._layout.checks import on_host
+from polyattn._layout.operations import is_placed, steps_by_one
 from polyattn._numbers import shown
 from polyattn._request import AttentionRequest
 from polyattn._rope import RotaryEmbedding, RotaryTables
@@ -62,6 +64,7 @@ class AttentionScope:
         self._context_layout = context_layout
         self._length = length
         self._layouts: list[MaskLayout] = [layout]
+        self._windows: list[tuple[tuple[int, int], Tensor | None, Tensor | None, int]] = []
         self._prepared: dict[Hashable, PreparedAttention] = {}
         self._tables: list[tuple[Hashable, Tensor, RotaryTables]] = []
         self.memo: dict[Hashable, Any] = {}
@@ -93,6 +96,8 @@ class AttentionScope:
         *,
         layout: MaskLayout | None = None,
         window: int | None = None,
+        positions: Tensor | None = None,
+        kv_positions: Tensor | None = None,
     ) -> PreparedAttention:
         """The prepared attention for (backend, layout, window, request), built at its first use.
 
@@ -101,20 +106,27 @@ class AttentionScope:
             request: what the layer asks for. State prepared with ``needs_grad`` also serves a request without.
             layout: another layout than the scope's, for instance for context keys.
             window: the layer's window; the narrower of it and the layout's own holds.
+            positions: Int ``[B|1, Q]``, by which the window measures distances over a layout that does not say itself
+                where its queries stand (dense, a ``mask_mod``, full and others without causality); see
+                :meth:`MaskLayout.with_window`. Found again by identity.
+            kv_positions: Int ``[B|1, C]``, of keys that come before those of the queries.
 
         Raises:
+            RuntimeError: inside a compiled graph, where no value is read: positions that do not step by 1, for a window
+                over a structure without positions.
             UnsupportedAttentionError, LayoutError: see :meth:`AttentionBackend.prepare`.
         """
         resolved = resolve_backend(backend) if isinstance(backend, str) else backend
         slot = self._slot(layout)
-        key = (resolved, slot, window, request)
+        if window is not None:
+            slot = self._narrowed(slot, window, positions, kv_positions)
+        key = (resolved, slot, request)
         found = self._prepared.get(key)
         if found is None and not request.needs_grad:
             # The first pass of reentrant checkpointing runs without grad; the state of the real forward serves it.
-            found = self._prepared.get((resolved, slot, window, dataclasses.replace(request, needs_grad=True)))
+            found = self._prepared.get((resolved, slot, dataclasses.replace(request, needs_grad=True)))
         if found is None:
-            base = self._layouts[slot]
-            found = prepare(resolved, base if window is None else base.with_window(window), request)
+            found = prepare(resolved, self._layouts[slot], request)
             self._prepared[key] = found
         return found
 
@@ -138,6 +150,20 @@ class AttentionScope:
         self._tables.append((rule, positions, tables))
         return tables
 
+    def _narrowed(self, slot: int, window: int, positions: Tensor | None, kv_positions: Tensor | None) -> int:
+        """The slot of a layout under a window."""
+        layout = self._layouts[slot]
+        if positions is None or is_placed(layout):
+            positions = kv_positions = None
+        asked = (slot, window)
+        for known, known_positions, known_kv_positions, narrowed in self._windows:
+            same = _same_positions(known_positions, positions) and _same_positions(known_kv_positions, kv_positions)
+            if known == asked and same:
+                return narrowed
+        found = self._slot(_windowed(layout, window, positions, kv_positions))
+        self._windows.append((asked, positions, kv_positions, found))
+        return found
+
     def _slot(self, layout: MaskLayout | None) -> int:
         if layout is None:
             return 0
@@ -149,11 +175,51 @@ class AttentionScope:
         return len(self._layouts) - 1
 
 
-def _same_positions(known: Tensor, given: Tensor) -> bool:
+def _windowed(layout: MaskLayout, window: int, positions: Tensor | None, kv_positions: Tensor | None) -> MaskLayout:
+    """The layout under a window that measures by the positions, or by the indices where that is the same.
+
+    By indices a structure stays what it is, without a tensor to read or to compare with.
+    """
+    if positions is None:
+        return layout.with_window(window)
+    positions = _wide(positions)
+    if kv_positions is not None:
+        if positions.dim() != 2 or kv_positions.dim() != 2:
+            raise LayoutError(
+                "positions and kv_positions must be Int[B|1, S] for a window over a layout that does not say where its "
+                f"queries stand, got shapes {list(positions.shape)} and {list(kv_positions.shape)}; give the layout "
+                "the positions that count: MaskLayout.dense(..., q_positions=..., kv_positions=...)"
+            )
+        rows = max(len(positions), len(kv_positions))
+        keys = torch.cat((_wide(kv_positions).expand(rows, -1), positions.expand(rows, -1)), 1)
+        return layout.with_window(window, q_positions=positions.to(keys.dtype), kv_positions=keys)
+    steps = steps_by_one(layout, positions)
+    if steps is not None and torch.compiler.is_compiling():
+        torch._assert_async(  # noqa: SLF001 - torch names it so
+            steps,
+            "positions must step by 1 (in each document) for a window over a layout without positions inside "
+            "torch.compile; give the layout its positions, StructuredMask(q_positions=..., kv_positions=...)",
+        )
+        return layout.with_window(window)
+    known = None if steps is None else on_host(steps, sync=True)
+    if known is not None and bool(known):
+        return layout.with_window(window)
+    return layout.with_window(window, q_positions=positions, kv_positions=positions)
+
+
+def _wide(positions: Tensor) -> Tensor:
+    """Integers as layouts take them; whatever else it is, they refuse it."""
+    narrow = positions.dtype in (torch.int16, torch.int8, torch.uint8)
+    return positions.long() if narrow else positions
+
+
+def _same_positions(known: Tensor | None, given: Tensor | None) -> bool:
     """Whether ``given`` is the very tensor, or the detached alias that reentrant checkpointing makes of it."""
     if known is given:
         return True
-    if torch.compiler.is_compiling() or known.shape != given.shape or known.dtype is not given.dtype:
+    if known is None or given is None or torch.compiler.is_compiling():
+        return False
+    if known.shape != given.shape or known.dtype is not given.dtype:
         return False
     at_known, at_given = (known.storage_offset(), known.stride()), (given.storage_offset(), given.stride())
     aliases: bool = torch._C._is_alias_of(known, given)  # type: ignore[attr-defined]  # noqa: SLF001

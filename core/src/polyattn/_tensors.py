@@ -1,10 +1,13 @@
-"""The conventions of q, k and v that hold for every backend, checked without a layout.
+"""The conventions of q, k and v that hold for every backend, checked without a layout; and tensors to save.
 
 q is ``[B, Hq, Q, D]``, k ``[B, Hkv, K, D]`` and v ``[B, Hkv, K, Dv]``; ``Hq % Hkv == 0``; one device; one
 dtype after the autocast rule. B, Q and K may be 0.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +17,18 @@ from polyattn._errors import AttentionInputError
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that autocast asks for on ``device``, or ``None`` when it is off or unknown there.
+def knows_autocast(kind: str) -> bool:
+    """Whether torch answers questions about autocast on devices of type ``kind``, which raise for ``meta``.
 
-    Asking torch about a device type without autocast (``meta``) raises, hence the first question.
+    Dynamo of torch 2.10 to 2.13 cannot trace this question; what is compiled runs on a device that has autocast.
     """
+    return kind != "meta" and (torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind))
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast asks for on ``device``, or ``None`` when it is off or unknown there."""
     kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if not knows_autocast(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
@@ -92,3 +100,25 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         problems.append(f"q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
     if problems:
         raise AttentionInputError("; ".join(problems) + f" ({shapes})")
+
+
+def saveable(value: Any) -> Any:
+    """``value`` with ordinary copies of the inference tensors in it, which autograd cannot save for a backward.
+
+    Args:
+        value: a tensor, or tuples and dataclasses that hold some. What holds none is returned itself.
+    """
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_inference() else value
+    named = isinstance(value, tuple) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    if not named:
+        return value
+    old = list(value) if isinstance(value, tuple) else list(vars(value).values())
+    new = [saveable(x) for x in old]
+    if all(a is b for a, b in zip(old, new, strict=True)):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(new) if type(value) is tuple else type(value)(*new)
+    twin = object.__new__(type(value))
+    vars(twin).update(zip(vars(value), new, strict=True))
+    return twin

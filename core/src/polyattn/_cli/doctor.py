@@ -19,6 +19,7 @@ import click
 from polyattn import __version__, _discovery, _hooks
 from polyattn._cli import plugins_print_to_stderr
 from polyattn._cli.listing import SECTIONS
+from polyattn._cli.ranges import outside
 from polyattn._errors import PolyattnError
 from polyattn._loading import brief
 from polyattn._registry import Registry, backends, rope_variants
@@ -34,7 +35,8 @@ _FAULTS = frozenset({"broken", "incompatible", "conflict"})
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Load every plugin, and say what is wrong and what to do.
 
-    The exit status is 0 when all is well and 1 when a plugin, or torch, is broken, incompatible or in conflict.
+    The exit status is 0 when all is well and 1 when a plugin, or torch, is broken, incompatible or in conflict, or when
+    a package is installed in a version outside the declared range.
     """
     with plugins_print_to_stderr():
         machine, problems = _machine()
@@ -49,17 +51,21 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     scan = _discovery.current()
     installed = [plugin for group in scan.candidates.values() for plugin in group]
     absent = trust.absent(plugin.dist for plugin in installed)
+    strange, unreadable = outside()
+    found = [*problems, *strange, *scan.problems, *unreadable, *absent, *trust.idle(installed)]
     report = {
         **machine,
         **plugins,
-        "problems": [*problems, *scan.problems, *absent, *trust.idle(installed)],
+        "problems": list(dict.fromkeys(found)),
         "scan_seconds": round(scan.seconds, 4),
     }
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
         _print(report)
-    ill = problems or any(finding["status"] in _FAULTS for section in SECTIONS for finding in plugins[section])
+    ill = (
+        problems or strange or any(finding["status"] in _FAULTS for section in SECTIONS for finding in plugins[section])
+    )
     ctx.exit(1 if ill else 0)
 
 

@@ -37,6 +37,7 @@ def _positions(_: click.Context, __: click.Parameter, given: str) -> list[int]:
 )
 @click.option("--layer-type", help="Which rope to read where layer types have their own, such as full_attention.")
 @click.option("--head-dim", type=click.IntRange(min=1), help="Width of a head, where the config does not say it.")
+@click.option("--max-position", type=click.IntRange(min=1), help="Longest sequence, where the config does not say it.")
 @click.option("--interleaved/--halves", default=None, help="Pairing of channels, where the config does not say it.")
 @click.option(
     "--convention", default="serving", show_default=True, help="How to read old draft models: dflash or eagle."

@@ -28,9 +28,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Device = torch.device | str
-_FULL = StructuredMask()
 #: Dense masks are computed in blocks of rows of about this many elements, which bounds their temporaries.
 ROW_BLOCK = 2**22
+
+
+def _everything() -> StructuredMask:
+    # Neither one object for all layouts nor the class: torch.compile traces a function here.
+    return StructuredMask()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -41,17 +45,20 @@ class LayoutBase:
     kv_len: int
     batch: int = cast("int", None)  # read off the tensors
     heads: int = cast("int", None)
-    visibility: Visibility = _FULL
+    visibility: Visibility = dataclasses.field(default_factory=_everything)
     active_queries: Tensor | None = None
     validate: dataclasses.InitVar[bool] = True
+    q_positions: Tensor | None = None
+    kv_positions: Tensor | None = None
     _known: dataclasses.InitVar[Known | None] = None
     _host: Host | None = dataclasses.field(init=False)
     _lowered: Lowered = dataclasses.field(init=False)
-    _positions: tuple[Tensor, Tensor] | None = dataclasses.field(init=False)
 
     def __post_init__(self, validate: bool, _known: Known | None) -> None:
         check_flag("validate", validate)
-        batch, heads = fit(self.q_len, self.kv_len, self.batch, self.heads, self.visibility, self.active_queries)
+        places = (self.q_positions, self.kv_positions)
+        parts = (self.visibility, self.active_queries, places)
+        batch, heads = fit(self.q_len, self.kv_len, self.batch, self.heads, *parts)
         known = _known or Known(read_host(self.visibility, self.active_queries, sync=validate))
         if known.host is not None:
             check_segment_prefixes(known.host.mask)
@@ -59,7 +66,6 @@ class LayoutBase:
         object.__setattr__(self, "heads", heads)
         object.__setattr__(self, "_host", known.host)
         object.__setattr__(self, "_lowered", known.lowered or lower(known.host, self.q_len, self.kv_len, batch))
-        object.__setattr__(self, "_positions", known.positions)
 
     @property
     def device(self) -> torch.device | None:
@@ -175,23 +181,20 @@ class LayoutBase:
     def to(self, device: Device) -> Self:
         """The layout with its tensors on ``device``. What a user's ``mask_mod`` captures stays where it is."""
         target = torch.device(device)
-        if self.device in (None, target):
+        names = ("active_queries", "q_positions", "kv_positions")
+        tensors = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.device in (None, target) and all(value.device == target for value in tensors.values()):
             return self
-        active = self.active_queries
-        positions = None if self._positions is None else (self._positions[0].to(target), self._positions[1].to(target))
-        return self._with(
-            visibility=moved(self.visibility, target),
-            active_queries=None if active is None else active.to(target),
-            _known=self._facts()._replace(positions=positions),
-        )
+        tensors = {name: value.to(target) for name, value in tensors.items()}
+        return self._with(visibility=moved(self.visibility, target), **tensors, _known=self._facts())
 
     def _facts(self) -> Known:
         """What an operation may hand on."""
-        return Known(self._host, self._lowered, self._positions)
+        return Known(self._host, self._lowered)
 
     def _with(self, *, _known: Known, **changes: Any) -> Self:
         """This layout with some fields replaced; the host is told what is known and reads nothing."""
-        names = ("q_len", "kv_len", "batch", "heads", "visibility", "active_queries")
+        names = [field.name for field in dataclasses.fields(self) if field.init]
         return type(self)(**{**{name: getattr(self, name) for name in names}, **changes}, _known=_known)
 
     def describe(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,13 @@ from polyattn._layout.structured import StructuredMask
 
 #: Above this many runs of one segment its positions are scattered, and a dense mask describes it better.
 MAX_RUNS = 8
-#: Sums of positions and a larger window may leave int64.
-MAX_WINDOW = 2**62
+#: Sums of distances and a larger window may leave int64, and distances beyond twice this count as that far.
+MAX_WINDOW = 2**61
+#: The fields that blocks can express.
+_LOWERED = frozenset((
+    *("causal", "window", "chunk_size", "prefix_lengths", "kv_valid"),
+    *("q_positions", "kv_positions", "q_segments", "kv_segments"),
+))  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -60,57 +65,76 @@ class Run(NamedTuple):
         return Run(start, start + end - position, position, self.segment)
 
 
-def find_blocks(mask: StructuredMask, q_len: int, kv_len: int, batch: int, active: Tensor | None) -> list[Block] | None:
+def find_blocks(mask: StructuredMask, q_len: int, kv_len: int, rows: int, active: Tensor | None) -> list[Block] | None:
     """The blocks of a mask whose tensors are on the host, or ``None`` where it has no such form.
 
     Args:
         mask: the structure.
         q_len: number of queries Q.
         kv_len: number of keys K.
-        batch: number of batch rows to list; rows of size-1 tensors repeat.
+        rows: number of batch rows to list.
         active: ``Bool[B|1, Q]``; queries before the first and after the last active one are left out.
     """
-    if mask.window is not None and mask.window > MAX_WINDOW:
+    if not mask.given() <= _LOWERED or (mask.window is not None and mask.window > MAX_WINDOW):
         return None
-    tensors = list(mask.tensors().values()) + ([] if active is None else [active])
-    distinct = min(batch, max((value.shape[0] for value in tensors), default=1))
-    rows = []
-    for b in range(distinct):
-        row = _row_blocks(mask, b, q_len, kv_len, active)
-        if row is None:
-            return None
-        rows.append(row)
-    if distinct < batch:
-        return [block._replace(batch=b) for b in range(batch) for block in rows[b % distinct]]
-    return list(itertools.chain.from_iterable(rows))
-
-
-def to_table(blocks: list[Block]) -> Tensor:
-    """The blocks as a table, behind an empty block; a mask that shows nothing is two empty blocks."""
-    empty = Block(0, 0, 0, 0, 0, 0, 0)
-    return torch.tensor([empty, *(blocks or [empty])], dtype=torch.int64, device="cpu")
-
-
-def _row_blocks(mask: StructuredMask, b: int, q_len: int, kv_len: int, active: Tensor | None) -> list[Block] | None:
-    def row(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[b % value.shape[0]]
-
-    span = range(q_len)
-    if active is not None:
-        indices = active[b % active.shape[0]].nonzero()[:, 0].tolist()
-        span = range(indices[0], indices[-1] + 1) if indices else range(0)
+    if 0 in (q_len, kv_len, rows):
+        return []
     q_positions, kv_positions = (mask.q_positions, mask.kv_positions) if mask.positional else (None, None)
-    queries = _runs(span, kv_len - q_len, row(q_positions), row(mask.q_segments), None)
-    keys = _runs(range(kv_len), 0, row(kv_positions), row(mask.kv_segments), row(mask.kv_valid))
-    if queries is None or keys is None:
-        return None
+    queries = _runs(rows, q_len, kv_len - q_len, q_positions, mask.q_segments, _span(active))
+    keys = _runs(rows, kv_len, 0, kv_positions, mask.kv_segments, _keys_asked_for(mask))
+    prefixes: list[Any] = [None] if mask.prefix_lengths is None else mask.prefix_lengths.tolist()
+    blocks: list[Block] = []
+    for b, (q_runs, k_runs) in enumerate(zip(queries, keys, strict=True)):
+        if _scattered(q_runs) or _scattered(k_runs):
+            return None
+        found = _row_blocks(mask, b, q_runs, k_runs, prefixes[b % len(prefixes)])
+        if found is None:
+            return None
+        blocks += found
+    return blocks
+
+
+def to_table(blocks: list[Block], repeats: int) -> Tensor:
+    """The blocks as a table, behind an empty block; a mask that shows nothing is two empty blocks.
+
+    Args:
+        blocks: of all batch rows, or of the one that is repeated.
+        repeats: how many batch rows each block stands for.
+    """
+    empty = Block(0, 0, 0, 0, 0, 0, 0)
+    table = torch.tensor([empty, *(blocks or [empty])], dtype=torch.int64, device="cpu")
+    if repeats <= 1 or not blocks:
+        return table
+    many = table[1:].repeat(repeats, 1)
+    many[:, 0] = torch.arange(repeats, device="cpu").repeat_interleave(len(blocks))
+    return torch.cat([table[:1], many])
+
+
+def _span(active: Tensor | None) -> Tensor | None:
+    """The queries from the first to the last active one."""
+    return None if active is None else (active.cumsum(1) > 0) & (active.flip(1).cumsum(1) > 0).flip(1)
+
+
+def _keys_asked_for(mask: StructuredMask) -> Tensor | None:
+    """The valid keys of segments that some query has: padding in a segment of its own may lie anywhere."""
+    valid, q, k = mask.kv_valid, mask.q_segments, mask.kv_segments
+    if q is None or k is None or q is k:
+        return valid
+    q, k = (x.long().expand(max(len(q), len(k)), -1).contiguous() for x in (q, k))
+    q = q.sort(1).values
+    asked = q.gather(1, torch.searchsorted(q, k).clamp(max=q.shape[1] - 1)) == k
+    return asked if valid is None else asked & valid
+
+
+def _row_blocks(
+    mask: StructuredMask, b: int, queries: list[Run], keys: list[Run], prefixes: int | list[int] | None
+) -> list[Block] | None:
     keys_of: dict[int, list[Run]] = defaultdict(list)
     for run in keys:
         keys_of[run.segment].append(run)
-    prefixes = row(mask.prefix_lengths)
     blocks = []
     for run in queries:
-        prefix = None if prefixes is None else int(prefixes[run.segment] if prefixes.dim() else prefixes)
+        prefix = prefixes[run.segment] if isinstance(prefixes, list) else prefixes
         for piece, low, high, causal in _pieces(mask, run, prefix):
             candidates = (_block(b, piece, k.between(low, high), causal, mask.window) for k in keys_of[run.segment])
             found = [block for block in candidates if block is not None]
@@ -121,27 +145,47 @@ def _row_blocks(mask: StructuredMask, b: int, q_len: int, kv_len: int, active: T
 
 
 def _runs(
-    span: range, offset: int, positions: Tensor | None, segments: Tensor | None, valid: Tensor | None
-) -> list[Run] | None:
-    """The runs of indices in ``span``, in order and without invalid ones; ``None`` where they are scattered."""
-    if not span or (positions is None and segments is None and valid is None):
-        return [Run(span.start, span.stop, span.start + offset, 0)] if span else []
-    size = len(span)
-    cut = torch.zeros(size - 1, dtype=torch.bool, device="cpu")
-    for value in (segments, valid):
+    rows: int, length: int, offset: int, positions: Tensor | None, segments: Tensor | None, wanted: Tensor | None
+) -> list[list[Run]]:
+    """The runs of each batch row, in order; what is not wanted is in none.
+
+    Args:
+        rows: number of batch rows.
+        length: Q or K.
+        offset: position of index 0 where ``positions`` are not given.
+        positions: ``Int[B|1, length]``.
+        segments: ``Int[B|1, length]``.
+        wanted: ``Bool[B|1, length]``.
+    """
+    given = [value for value in (positions, segments, wanted) if value is not None]
+    if not given:
+        return [[Run(0, length, offset, 0)]] * rows
+    distinct = max(len(value) for value in given)
+    cut = torch.zeros(distinct, length - 1, dtype=torch.bool, device="cpu")
+    for value in (segments, wanted):
         if value is not None:
-            cut |= value.narrow(0, span.start, size).diff() != 0
+            cut |= value.diff(dim=1) != 0
     if positions is not None:
-        before, after = positions.narrow(0, span.start, size)[:-1], positions.narrow(0, span.start, size)[1:]
+        before, after = positions[:, :-1], positions[:, 1:]
         cut |= (after != before + 1) | (after < before)  # the largest number plus 1 wraps to the least
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), cut.nonzero()[:, 0] + 1]) + span.start
-    at = starts.tolist()
-    place = [start + offset for start in at] if positions is None else positions[starts].tolist()
-    segment = [0] * len(at) if segments is None else segments[starts].tolist()
-    real = [True] * len(at) if valid is None else valid[starts].tolist()
-    runs = [Run(*run) for run in itertools.compress(zip(at, [*at[1:], span.stop], place, segment, strict=True), real)]
-    scattered = max(Counter(run.segment for run in runs).values(), default=0) > MAX_RUNS
-    return None if scattered else runs
+    if wanted is not None:
+        cut &= wanted[:, :-1] | wanted[:, 1:]
+    row, start = torch.nn.functional.pad(cut, (1, 0), value=True).nonzero().unbind(1)
+    stop = torch.nn.functional.pad(start[1:], (0, 1))  # where the next run starts: at 0, if it is of the next row
+    stop = torch.where(stop == 0, length, stop)
+    if wanted is not None:
+        real = wanted.expand(distinct, -1)[row, start]
+        row, start, stop = row[real], start[real], stop[real]
+    position = start + offset if positions is None else positions.expand(distinct, -1)[row, start]
+    segment = torch.zeros_like(start) if segments is None else segments.expand(distinct, -1)[row, start]
+    found: list[list[Run]] = [[] for _ in range(distinct)]
+    for at, *run in torch.stack([row, start, stop, position, segment], 1).tolist():
+        found[at].append(Run(*run))
+    return found if distinct == rows else found * rows
+
+
+def _scattered(runs: list[Run]) -> bool:
+    return len(runs) > MAX_RUNS and max(Counter(run.segment for run in runs).values()) > MAX_RUNS
 
 
 def _pieces(mask: StructuredMask, run: Run, prefix: int | None) -> Iterator[tuple[Run, int | None, int | None, bool]]:
@@ -180,7 +224,7 @@ def _block(b: int, q: Run, k: Run, causal: bool, window: int | None) -> Block | 
     if q.start == q.stop:
         return None
     acts = causal and k.end - 1 > q.position
-    shift = q.position - k.position if acts or window is not None else 0
+    shift = min(max(q.position - k.position, -2 * MAX_WINDOW), 2 * MAX_WINDOW)
     return Block(b, q.start, q.stop, k.start, k.stop, shift, int(acts))
 
 

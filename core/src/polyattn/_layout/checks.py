@@ -66,6 +66,16 @@ def check_ints(name: str, value: object, shape: str, ranks: Sequence[int]) -> No
     _check_rank(name, value, f"Int{shape}", ranks)
 
 
+def check_positions(q: Tensor | None, k: Tensor | None) -> None:
+    """Refuse positions of keys without those of queries, and two dtypes."""
+    if q is None and k is not None:
+        raise LayoutError("kv_positions must come with q_positions, got kv_positions alone; give both")
+    if q is not None and k is not None and q.dtype is not k.dtype:
+        raise LayoutError(
+            f"q_positions and kv_positions must share one dtype, got {q.dtype} and {k.dtype}; cast one of them"
+        )
+
+
 def _check_tensor(name: str, value: object, wanted: str) -> None:
     if not isinstance(value, Tensor):
         raise LayoutError(f"{name} must be a tensor {wanted}, got {type(value).__name__}")
@@ -127,7 +137,9 @@ def ints(name: str, values: object) -> list[int]:
         LayoutError: something in it is no int, or an int that does not fit int64.
     """
     items: list[Any] = list(values) if isinstance(values, Iterable) else [None]
-    numbers = [x.__index__() for x in items if hasattr(x, "__index__") and not isinstance(x, bool)]
+    # torch.compile traces no __index__ of an int that it keeps symbolic.
+    whole = [x for x in items if hasattr(x, "__index__") and not isinstance(x, bool)]
+    numbers = [x if isinstance(x, int) else x.__index__() for x in whole]
     if len(numbers) != len(items):
         raise LayoutError(f"{name} must be ints or an integer tensor, got {shown(values)}")
     for number in numbers:
@@ -150,7 +162,7 @@ def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool
     """
     if isinstance(index, slice):
         try:
-            chosen = range(*index.indices(size))
+            chosen = range(size)[index]  # not index.indices(size), which Dynamo of torch 2.10 cannot trace
         except (TypeError, ValueError) as error:
             raise LayoutError(f"index must be a slice of ints whose step is not 0, got {index}: {error}") from error
         if chosen.step > 0:
@@ -160,11 +172,13 @@ def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool
     if isinstance(index, Tensor):
         check_ints("index", index, "[N]", (1,))
         values = read("index", index, validate=validate).values
+        ends = [] if values is None or values.numel() == 0 else [int(values.min()), int(values.max())]
     else:
-        index = values = torch.tensor(ints("index", index), dtype=torch.int64, device="cpu")
-    if values is not None and values.numel() and not 0 <= int(values.min()) <= int(values.max()) < size:
+        ends = ints("index", index)
+        index = values = torch.tensor(ends, dtype=torch.int64, device="cpu")
+    if ends and not 0 <= min(ends) <= max(ends) < size:
         raise LayoutError(
-            f"index must lie in 0 .. {size - 1}, got {int(values.min())} .. {int(values.max())}; "
+            f"index must lie in 0 .. {size - 1}, got {min(ends)} .. {max(ends)}; "
             "negative numbers do not count from the end"
         )
     return index, values, index.shape[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.checks import check_bool, check_int
+from polyattn._layout.checks import check_bool, check_int, check_ints, check_positions
 from polyattn._layout.structured import StructuredMask
 
 
@@ -16,6 +16,7 @@ def fit(
     heads: int | None,
     visibility: object,
     active_queries: Tensor | None,
+    positions: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[int, int]:
     """Check that the parts of a layout fit each other; batch and heads, read off the tensors where not given.
 
@@ -31,21 +32,26 @@ def fit(
     if isinstance(visibility, Tensor):
         check_bool("visibility", visibility, "[B|1, H|1, Q, K]", (4,))
         tensors = {"visibility": visibility}
-    elif isinstance(visibility, StructuredMask):
+    elif type(visibility) is StructuredMask:
         tensors = visibility.tensors()
-    elif not callable(visibility):
+    elif not callable(visibility) or isinstance(visibility, StructuredMask):
         got = type(visibility).__name__
+        if isinstance(visibility, StructuredMask):
+            got += ", a subclass whose own rules nobody here knows; give them as a mask_mod function and join it with &"
         raise LayoutError(f"visibility must be a Bool tensor, a mask_mod function or a StructuredMask, got {got}")
     if active_queries is not None:
         check_bool("active_queries", active_queries, "[B|1, Q]", (2,))
         tensors = {**tensors, "active_queries": active_queries}
-    problems = []
+    problems: list[str] = []
+    tensors |= _positions(visibility, *positions)
     for name, value in tensors.items():
         want = list(value.shape[:1])
         if name == "visibility":
             want = [*value.shape[:2], q_len, kv_len]
-        elif name != "prefix_lengths":
+        elif name == "active_queries" or name.startswith(("q_", "kv_")):
             want.append(kv_len if name.startswith("kv_") else q_len)
+        elif name != "prefix_lengths":
+            problems.append(f"{name} must begin with q_ or kv_, which says what its second dimension runs over")
         elif value.dim() == 2:
             want.append(value.shape[1])
         if list(value.shape) != want:
@@ -62,6 +68,19 @@ def fit(
     if problems:
         raise LayoutError("; ".join(problems))
     return rows, count
+
+
+def _positions(visibility: object, q: Tensor | None, k: Tensor | None) -> dict[str, Tensor]:
+    """The positions of a dense mask or ``mask_mod`` by name, checked by themselves."""
+    given = {name: value for name, value in (("q_positions", q), ("kv_positions", k)) if value is not None}
+    if given and isinstance(visibility, StructuredMask):
+        raise LayoutError(
+            f"{' and '.join(given)} must be fields of the StructuredMask, got them beside it; give them there"
+        )
+    for name, value in given.items():
+        check_ints(name, value, f"[B|1, {'Q' if name == 'q_positions' else 'K'}]", (2,))
+    check_positions(q, k)
+    return given
 
 
 def _one_size(name: str, given: int | None, found: dict[str, int], problems: list[str]) -> int:

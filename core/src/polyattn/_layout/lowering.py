@@ -12,7 +12,7 @@ from polyattn._errors import LayoutError
 from polyattn._layout.blocks import Block, find_blocks, to_table
 from polyattn._layout.checks import Copied, on_host
 from polyattn._layout.structured import StructuredMask
-from polyattn._layout.visibility import Visibility
+from polyattn._layout.visibility import Visibility, held
 
 
 class Host(NamedTuple):
@@ -31,14 +31,10 @@ class Lowered(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What an operation hands on to the layout that it makes, so that no device is read twice.
-
-    ``positions`` are those of queries and keys of a dense mask or ``mask_mod`` of which a part was selected.
-    """
+    """What an operation hands on to the layout that it makes, so that no device is read twice."""
 
     host: Host | None = None
     lowered: Lowered | None = None
-    positions: tuple[Tensor, Tensor] | None = None
 
 
 def read_host(
@@ -62,7 +58,8 @@ def read_host(
     values = {name: known[id(value)] for name, value in tensors.items()}
     if any(value is None for value in values.values()):
         return None
-    return Host(active=values.pop("active", None), mask=visibility.replace(**values))
+    read = {name: value for name, value in values.items() if value is not tensors[name] and name != "active"}
+    return Host(active=values.get("active"), mask=visibility.replace(**read) if read else visibility)
 
 
 def check_segment_prefixes(mask: StructuredMask) -> None:
@@ -82,12 +79,15 @@ def lower(host: Host | None, q_len: int, kv_len: int, batch: int) -> Lowered:
     """The blocks of a layout; nothing is known without values on the host, and nothing is read while tracing."""
     if host is None or torch.compiler.is_compiling():
         return Lowered()
-    blocks = find_blocks(host.mask, q_len, kv_len, batch, host.active)
+    tensors = [*host.mask.tensors().values(), *held(host.active)]
+    rows = batch if any(len(value) != 1 for value in tensors) else min(batch, 1)  # else one stands for all
+    blocks = find_blocks(host.mask, q_len, kv_len, rows, host.active)
     if blocks is None:
         return Lowered()
     gaps = host.active is not None and not bool(host.active.all())
     covered = sum(block.q_stop - block.q_start for block in blocks)
-    return Lowered(to_table(blocks), gaps or covered < batch * q_len, gaps or not _all_seen(blocks, batch, kv_len))
+    table = to_table(blocks, batch if rows < batch else 1)
+    return Lowered(table, gaps or covered < rows * q_len, gaps or not _all_seen(blocks, rows, kv_len))
 
 
 def _all_seen(blocks: list[Block], batch: int, kv_len: int) -> bool:

@@ -11,9 +11,10 @@ from torch import Tensor
 from polyattn._errors import LayoutError
 from polyattn._layout import operations, segments
 from polyattn._layout.base import LayoutBase
+from polyattn._layout.blocks import MAX_WINDOW
 from polyattn._layout.checks import Copied, as_index, check_bool, check_int, check_mod, check_window
 from polyattn._layout.lowering import Known, Lowered, read_host
-from polyattn._layout.structured import MaskMod, StructuredMask
+from polyattn._layout.structured import COMBINED, MaskMod, StructuredMask
 from polyattn._layout.visibility import pinned, selected
 from polyattn._numbers import shown
 
@@ -35,6 +36,9 @@ class MaskLayout(LayoutBase):
         visibility: a ``Bool[B|1, H|1, Q, K]`` tensor (True = may attend), a ``mask_mod(b, h, q_idx, kv_idx) -> Bool``
             with FlexAttention's signature, or a :class:`StructuredMask`; by default all is seen.
         active_queries: ``Bool[B|1, Q]``; a query that is not active sees nothing. ``None``: all are.
+        q_positions: ``Int[B|1, Q]``, the positions of the queries of a dense mask or ``mask_mod``, by which a window
+            measures distances; a StructuredMask has its own. ``None``: the queries are the last positions.
+        kv_positions: ``Int[B|1, K]``, of the same dtype; ``0 .. K - 1`` where only ``q_positions`` are given.
 
     Args:
         validate: whether values that lie on a device are copied to the host once, to check them and to find the
@@ -48,7 +52,7 @@ class MaskLayout(LayoutBase):
     @classmethod
     def full(cls, q_len: int, kv_len: int | None = None, *, active_queries: Tensor | None = None) -> MaskLayout:
         """Every query sees every key. ``kv_len`` defaults to ``q_len``."""
-        return cls(q_len, _or(kv_len, q_len), active_queries=active_queries)
+        return cls(q_len, _or(kv_len, q_len), visibility=StructuredMask(), active_queries=active_queries)
 
     @classmethod
     def causal(
@@ -209,17 +213,40 @@ class MaskLayout(LayoutBase):
         return cls(q_len, _or(kv_len, q_len), visibility=mask, active_queries=active_queries)
 
     @classmethod
-    def dense(cls, mask: Tensor, *, active_queries: Tensor | None = None) -> MaskLayout:
-        """Visibility element by element: ``mask`` is ``Bool[B|1, H|1, Q, K]`` or ``[Q, K]``, True = may attend."""
+    def dense(
+        cls,
+        mask: Tensor,
+        *,
+        q_positions: Tensor | None = None,
+        kv_positions: Tensor | None = None,
+        active_queries: Tensor | None = None,
+    ) -> MaskLayout:
+        """Visibility element by element: ``mask`` is ``Bool[B|1, H|1, Q, K]`` or ``[Q, K]``, True = may attend.
+
+        A window put on top later measures distances by ``q_positions`` ``Int[B|1, Q]`` and ``kv_positions``
+        ``Int[B|1, K]``; see :class:`MaskLayout`.
+        """
         check_bool("mask", mask, "[B|1, H|1, Q, K] or [Q, K]", (2, 4))
         four = mask if mask.dim() == 4 else mask[None, None]
-        return cls(four.shape[2], four.shape[3], visibility=four, active_queries=active_queries)
+        return cls(
+            four.shape[2],
+            four.shape[3],
+            visibility=four,
+            active_queries=active_queries,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+        )
 
     @classmethod
-    def from_drop_mask(cls, mask: Tensor, *, active_queries: Tensor | None = None) -> MaskLayout:
-        """:meth:`dense` of the inverse: True = may *not* attend, as ``torch.nn.MultiheadAttention`` writes masks."""
+    def from_drop_mask(cls, mask: Tensor, **rest: Tensor | None) -> MaskLayout:
+        """:meth:`dense` of the inverse: True = may *not* attend, as ``torch.nn.MultiheadAttention`` writes masks.
+
+        Args:
+            mask: ``Bool[B|1, H|1, Q, K]`` or ``[Q, K]``.
+            rest: the other arguments of :meth:`dense`.
+        """
         check_bool("mask", mask, "[B|1, H|1, Q, K] or [Q, K]", (2, 4), true="may not attend")
-        return cls.dense(~mask, active_queries=active_queries)
+        return cls.dense(~mask, **rest)
 
     @classmethod
     def from_mod(
@@ -230,21 +257,23 @@ class MaskLayout(LayoutBase):
         kv_len: int,
         batch: int = 1,
         heads: int = 1,
+        q_positions: Tensor | None = None,
+        kv_positions: Tensor | None = None,
         active_queries: Tensor | None = None,
     ) -> MaskLayout:
         """Visibility by a function with FlexAttention's signature, ``mask_mod(b, h, q_idx, kv_idx) -> Bool``.
 
         It is called under ``torch.vmap`` with one element of each index, when a mask is computed from it; what it
         captures must be on the device of the attention. With ``batch=1`` or ``heads=1`` it is called with index 0 and
-        the result serves every batch row or head.
+        the result serves every batch row or head. ``q_positions`` and ``kv_positions`` are those of :meth:`dense`.
         """
         check_mod(mask_mod)
-        layout = cls(q_len, kv_len, batch, heads, visibility=mask_mod)
-        if active_queries is None:
-            return layout
-        check_bool("active_queries", active_queries, "[B|1, Q]", (2,))
-        wide = layout.expand(active_queries.shape[0]) if batch == 1 else layout
-        return cls(q_len, kv_len, wide.batch, heads, wide.visibility, active_queries)
+        tensors = (active_queries, q_positions, kv_positions)
+        rows = max((x.shape[0] for x in tensors if isinstance(x, Tensor) and x.dim() == 2), default=1)
+        wide = cls(q_len, kv_len, batch, heads, visibility=mask_mod).expand(rows if batch == 1 else batch)
+        return dataclasses.replace(
+            wide, active_queries=active_queries, q_positions=q_positions, kv_positions=kv_positions
+        )
 
     @classmethod
     def _structured(
@@ -273,18 +302,35 @@ class MaskLayout(LayoutBase):
         visibility = pinned(self.visibility, 1, self.heads)
         return self._with(batch=batch, visibility=visibility, _known=self._facts()._replace(lowered=None))
 
-    def with_window(self, window: int | None) -> MaskLayout:
-        """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged."""
+    def with_window(
+        self, window: int | None, *, q_positions: Tensor | None = None, kv_positions: Tensor | None = None
+    ) -> MaskLayout:
+        """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged.
+
+        Args:
+            window: how many positions a query sees in each direction, its own included.
+            q_positions: ``Int[B|1, Q]``, by which distances are measured where the layout does not say itself where its
+                queries stand: a dense mask or ``mask_mod`` without positions, or a structure that compares none (full,
+                padding or documents both ways). By default the queries are the last positions.
+            kv_positions: ``Int[B|1, K]``, likewise.
+        """
         check_window(window)
-        mask = self.visibility
-        if window is None or (isinstance(mask, StructuredMask) and mask.window is not None and mask.window <= window):
+        if window is None:
             return self
-        if isinstance(mask, StructuredMask):
+        mask = self.visibility
+        if q_positions is not None and not operations.is_placed(self):
+            band = StructuredMask(window=window, q_positions=q_positions, kv_positions=kv_positions)
+            return self & MaskLayout(self.q_len, self.kv_len, visibility=band)
+        if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
+            if mask.window is not None and mask.window <= window:
+                return self
             host = None if self._host is None else self._host._replace(mask=self._host.mask.replace(window=window))
-            # While tracing nothing is read: the blocks stay as they are, only without trimmed ends.
-            lowered = Lowered(self._lowered.blocks) if torch.compiler.is_compiling() else None
+            lowered = None
+            if torch.compiler.is_compiling() and (mask.positional or mask.q_positions is None):
+                # Nothing is read: the blocks, found by the same positions, stay as they are, without trimmed ends.
+                lowered = Lowered(self._lowered.blocks if window <= MAX_WINDOW else None)
             return self._with(visibility=mask.replace(window=window), _known=Known(host, lowered))
-        q, k = self._positions or (None, None)
+        q, k = operations.places(self) or (None, None)
         band = StructuredMask(window=window, q_positions=q, kv_positions=k)
         return self & MaskLayout(self.q_len, self.kv_len, visibility=band, validate=False)
 
@@ -325,7 +371,7 @@ class MaskLayout(LayoutBase):
             return self
         part, _, count = as_index(index, self.heads, validate=True)
         visibility = selected(self.visibility, "heads", part)
-        return self._with(heads=count, visibility=visibility, _known=Known(positions=self._positions))
+        return self._with(heads=count, visibility=visibility, _known=Known())
 
 
 def _or(value: int | None, default: int) -> int:

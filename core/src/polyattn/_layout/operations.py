@@ -15,7 +15,6 @@ from polyattn._layout.checks import Index, as_index
 from polyattn._layout.lowering import Host, Known
 from polyattn._layout.structured import (
     StructuredMask,
-    default_positions,
     intersect,
     positions,
     select,
@@ -39,13 +38,13 @@ def selection(
     mask, host = layout.visibility, known.host
     if isinstance(mask, StructuredMask):
         fields["visibility"] = _part(layout, mask, axis, part, device)
-        if host is None or host_part is None:
+        if host is None or host_part is None or torch.compiler.is_compiling():
             return fields, Known()
         host_mask = _part(layout, host.mask, axis, host_part, torch.device("cpu"))
         return fields, Known(Host(host_mask, _taken(host.active, host_part) if queries else host.active))
-    q, k = known.positions or default_positions(layout.q_len, layout.kv_len, device)
-    places = (take(q, 1, part), k) if queries else (q, take(k, 1, part))
-    return {**fields, "visibility": selected(mask, axis, part)}, Known(positions=places)
+    q, k = positions(layout, layout.q_len, layout.kv_len, device)
+    places = {"q_positions": take(q, 1, part) if queries else q, "kv_positions": k if queries else take(k, 1, part)}
+    return {**fields, **places, "visibility": selected(mask, axis, part)}, Known()
 
 
 def _taken(active: Tensor | None, index: Index) -> Tensor | None:
@@ -53,9 +52,8 @@ def _taken(active: Tensor | None, index: Index) -> Tensor | None:
 
 
 def _part(layout: LayoutBase, mask: StructuredMask, axis: str, index: Index, device: torch.device) -> StructuredMask:
-    names = ("q_positions", "q_segments") if axis == "queries" else ("kv_positions", "kv_segments", "kv_valid")
     q, k = positions(mask, layout.q_len, layout.kv_len, device)
-    return select(mask.replace(q_positions=q, kv_positions=k), names, index)
+    return select(mask.replace(q_positions=q, kv_positions=k), axis, index)
 
 
 def intersection(a: LayoutBase, a_known: Known, b: LayoutBase, b_known: Known) -> Result:
@@ -65,17 +63,20 @@ def intersection(a: LayoutBase, a_known: Known, b: LayoutBase, b_known: Known) -
         "batch": b.batch if a.batch == 1 else a.batch,
         "heads": b.heads if a.heads == 1 else a.heads,
         "active_queries": _both(a.active_queries, b.active_queries),
+        "q_positions": None,
+        "kv_positions": None,
     }
     left, right, device = a.visibility, b.visibility, a.device or b.device
     if isinstance(left, StructuredMask) and isinstance(right, StructuredMask):
         mask, host = _structured(left, right, a_known.host, b_known.host)
         if mask is not None:
             return {**fields, "visibility": mask}, Known(host)
-    known = Known(positions=_places(a, a_known) or _places(b, b_known))
+    placed = next((x for x in map(places, (a, b)) if x is not None), (None, None))
+    fields["q_positions"], fields["kv_positions"] = placed
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return {**fields, "visibility": a.to_dense(device) & b.to_dense(device)}, known
+        return {**fields, "visibility": a.to_dense(device) & b.to_dense(device)}, Known()
     left, right = pinned(left, a.batch, a.heads), pinned(right, b.batch, b.heads)
-    return {**fields, "visibility": BothMod(left, right, a.q_len, a.kv_len)}, known
+    return {**fields, "visibility": BothMod(left, right, a.q_len, a.kv_len)}, Known()
 
 
 def _check_intersection(a: LayoutBase, b: LayoutBase) -> None:
@@ -95,12 +96,40 @@ def _both(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return y if x is None else x if y is None else x & y
 
 
-def _places(layout: LayoutBase, known: Known) -> tuple[Tensor, Tensor] | None:
+def places(layout: LayoutBase) -> tuple[Tensor, Tensor] | None:
     """The positions of queries and keys where they are written out."""
     mask = layout.visibility
-    if isinstance(mask, StructuredMask) and mask.q_positions is not None:
-        return positions(mask, layout.q_len, layout.kv_len, layout.device)
-    return known.positions
+    holder = mask if isinstance(mask, StructuredMask) else layout
+    return None if holder.q_positions is None else positions(holder, layout.q_len, layout.kv_len, layout.device)
+
+
+def is_placed(layout: LayoutBase) -> bool:
+    """Whether the layout says itself where its queries and keys stand."""
+    mask = layout.visibility
+    return places(layout) is not None or (isinstance(mask, StructuredMask) and mask.positional)
+
+
+def steps_by_one(layout: LayoutBase, at: Tensor) -> Tensor | None:
+    """Whether distances of the indices and of the positions are equal for all who may see each other.
+
+    Args:
+        layout: of tokens that attend to themselves.
+        at: ``Int[B|1, S]``, their positions.
+
+    Returns:
+        A Bool scalar; ``None`` where the layout is no structure, or not one of these tokens with themselves.
+    """
+    mask = layout.visibility
+    if not isinstance(mask, StructuredMask) or mask.q_segments is not mask.kv_segments:
+        return None
+    if not layout.q_len == layout.kv_len == at.shape[1]:
+        return None
+    fine = at.diff(dim=1) == 1
+    if mask.kv_segments is not None:
+        fine = fine | (mask.kv_segments.diff(dim=1) != 0)
+    if mask.kv_valid is not None:
+        fine = fine | ~(mask.kv_valid[:, 1:] & mask.kv_valid[:, :-1])
+    return fine.all()
 
 
 def _structured(

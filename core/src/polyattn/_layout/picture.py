@@ -38,20 +38,19 @@ def describe(layout: LayoutBase) -> str:
 
 
 def _rules(mask: StructuredMask) -> list[str]:
-    words = ["causal" if mask.causal else "both directions"]
-    if mask.prefix_lengths is not None:
-        words.append("after a prefix" + (" of each segment" if mask.prefix_lengths.dim() == 2 else ""))
-    if mask.window is not None:
-        words.append(f"window {mask.window}")
-    if mask.chunk_size is not None:
-        words.append(f"chunks of {mask.chunk_size}")
-    if mask.q_segments is not None:
-        words.append("packed documents")
-    if mask.kv_valid is not None:
-        words.append("padded keys")
-    if mask.q_positions is not None:
-        words.append("explicit positions")
-    return words
+    prefix = mask.prefix_lengths
+    rules = {
+        "causal": "causal",
+        "prefix_lengths": "after a prefix" + (" of each segment" if prefix is not None and prefix.dim() == 2 else ""),
+        "window": f"window {mask.window}",
+        "chunk_size": f"chunks of {mask.chunk_size}",
+        "q_segments": "packed documents",
+        "kv_valid": "padded keys",
+        "q_positions": "explicit positions",
+    }
+    given = mask.given() - {"kv_segments", "kv_positions"}  # which do not come alone
+    words = [text for name, text in rules.items() if name in given]
+    return [*(() if mask.causal else ("both directions",)), *words, *sorted(given - rules.keys())]
 
 
 def cells(layout: LayoutBase, batch: int, head: int, size: int) -> Tensor:
@@ -70,7 +69,7 @@ def cells(layout: LayoutBase, batch: int, head: int, size: int) -> Tensor:
     for start, stop in bounds:
         rows = layout.dense_rows(start, stop)
         row = rows[batch % rows.shape[0], head % rows.shape[1]].float().mean(0).cpu()
-        parts.append(torch.stack([row[a:b].mean() for a, b in _bounds(layout.kv_len, size)])[None])
+        parts.append(torch.tensor([[float(row[a:b].mean()) for a, b in _bounds(layout.kv_len, size)]], device="cpu"))
     return torch.cat(parts)
 
 
@@ -97,6 +96,6 @@ def plot(layout: LayoutBase, batch: int, head: int, size: int) -> Figure:
         raise PolyattnError("plot() needs matplotlib, got none; install it with pip install 'polyattn[viz]'") from error
     figure = Figure(layout="constrained")
     axes = figure.add_subplot(title=layout.describe(), xlabel="key", ylabel="query")
-    extent = (-0.5, layout.kv_len - 0.5, layout.q_len - 0.5, -0.5)
+    extent = (-0.5, max(layout.kv_len, 1) - 0.5, max(layout.q_len, 1) - 0.5, -0.5)
     axes.imshow(cells(layout, batch, head, size).numpy(), vmin=0, vmax=1, cmap="Blues", extent=extent)
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
@@ -17,43 +18,37 @@ Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 def from_lengths(lengths: Ints, kv_len: int | None, *, validate: bool) -> Copied:
     """Segments ``Int[B, K]`` from the lengths of the documents of each row."""
-    rows = as_rows("lengths", lengths, fill=lambda _: 0)
-    table = read("lengths", rows, validate=validate)
-    values = table.values
-    if values is not None:
-        if (values < 0).any():
-            raise LayoutError(f"lengths must be >= 0, got {int(values.min())}")
+    table, rows = read_rows("lengths", lengths, fill=lambda _: 0, validate=validate)
+    rows = _numbers(table, rows)
+    if rows is not None:
+        _check_least("lengths", rows)
         # Sums of ints, which overflow nowhere.
-        kv_len = _common_total("lengths", "add up to", [sum(row) for row in values.tolist()], kv_len)
+        kv_len = _common_total("lengths", "add up to", [sum(row) for row in rows], kv_len)
     return _segments("lengths", table.map(lambda lengths: lengths.cumsum(1)), kv_len)
 
 
 def from_cu_seqlens(cu_seqlens: Ints, kv_len: int | None, *, validate: bool) -> Copied:
     """Segments ``Int[B, K]`` from the offsets ``0, l1, l1 + l2, ...`` of each row."""
-    rows = as_rows("cu_seqlens", cu_seqlens, fill=lambda row: row[-1] if row else 0)
-    table = read("cu_seqlens", rows, validate=validate)
-    values = table.values
+    table, rows = read_rows("cu_seqlens", cu_seqlens, fill=lambda row: row[-1] if row else 0, validate=validate)
     if table.tensor.shape[1] == 0:
         raise LayoutError("cu_seqlens must hold at least the offset 0, got no offsets")
-    if values is not None:
-        if (values[:, 0] != 0).any():
-            raise LayoutError(f"cu_seqlens must start at 0, got {values[:, 0].tolist()}")
-        if (values.diff(dim=1) < 0).any():
-            raise LayoutError(f"cu_seqlens must never decrease, got {values.tolist()}; lengths go into lengths=")
-        kv_len = _common_total("cu_seqlens", "end at", values[:, -1].tolist(), kv_len)
+    rows = _numbers(table, rows)
+    if rows is not None:
+        if any(row[0] != 0 for row in rows):
+            raise LayoutError(f"cu_seqlens must start at 0, got {[row[0] for row in rows]}")
+        if any(after < before for row in rows for before, after in itertools.pairwise(row)):
+            raise LayoutError(f"cu_seqlens must never decrease, got {rows}; lengths go into lengths=")
+        kv_len = _common_total("cu_seqlens", "end at", [row[-1] for row in rows], kv_len)
     return _segments("cu_seqlens", table.map(lambda offsets: offsets[:, 1:]), kv_len)
 
 
 def from_document_ids(document_ids: Ints, kv_len: int | None, *, validate: bool) -> Copied:
     """Segments ``Int[B, K]`` from the document of each token."""
-    rows = as_rows("document_ids", document_ids)
-    table = read("document_ids", rows, validate=validate)
-    values = table.values
-    if values is not None and (values < 0).any():
-        raise LayoutError(
-            f"document_ids must be >= 0, got {int(values.min())}; give padding an id of its own and say with "
-            "active_queries= that its queries do not count"
-        )
+    table, rows = read_rows("document_ids", document_ids, validate=validate)
+    if rows is None and table.values is not None and table.values.numel():
+        rows = [[int(table.values.min())]]
+    hint = "; give padding an id of its own and say with active_queries= that its queries do not count"
+    _check_least("document_ids", rows or (), hint)
     return _of_length("document_ids", table, kv_len)
 
 
@@ -64,32 +59,25 @@ def from_position_ids(position_ids: Ints, kv_len: int | None, *, validate: bool)
             f"position_ids must be [B, K], got shape {list(position_ids.shape)}: of multi-axis positions [axes, B, K] "
             "pass the text axis alone (position_ids[0], say), or pass lengths= or document_ids="
         )
-    rows = as_rows("position_ids", position_ids)
-    table = read("position_ids", rows, validate=validate)
+    table, rows = read_rows("position_ids", position_ids, validate=validate)
     values = table.values
-    if values is not None:
-        steps = (values[:, 1:] == values[:, :-1] + 1) | (values[:, 1:] == 0)
-        fine = torch.cat([values[:, :1] == 0, steps], 1)
-        if not fine.all():
-            row, column = (~fine).nonzero()[0].tolist()
-            before = f" after {int(values[row, column - 1])}" if column else " first"
-            raise LayoutError(
-                "position_ids must restart at 0 with each document and step by 1 inside it, got "
-                f"{int(values[row, column])}{before} in row {row}, column {column}; documents at other positions are "
-                "described by lengths=, cu_seqlens= or document_ids="
-            )
+    if rows is None and values is not None:
+        fine = (values == 0) | (values == torch.nn.functional.pad(values[:, :-1], (1, 0), value=-1) + 1)
+        rows = [] if bool(fine.all()) else values.tolist()
+    _check_steps(rows or ())
     return _of_length("position_ids", table.map(lambda ids: (ids == 0).cumsum(1, dtype=torch.int32)), kv_len)
 
 
 def lengths_within(name: str, lengths: Sequence[int] | Tensor, kv_len: int, *, validate: bool) -> Copied:
     """``Int[B]`` of numbers of keys, each in ``0 .. kv_len``."""
-    if not isinstance(lengths, Tensor):
-        lengths = torch.tensor(ints(name, lengths), dtype=torch.int64, device="cpu")
-    check_ints(name, lengths, "[B]", (1,))
-    copied = read(name, lengths, validate=validate)
-    values = copied.values
-    if values is not None and ((values < 0) | (values > kv_len)).any():
-        raise LayoutError(f"{name} must lie in 0 .. kv_len, got {values.tolist()} and kv_len={kv_len}")
+    numbers = None if isinstance(lengths, Tensor) else ints(name, lengths)
+    tensor = lengths if isinstance(lengths, Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    check_ints(name, tensor, "[B]", (1,))
+    copied = read(name, tensor, validate=validate and numbers is None)
+    if numbers is None and copied.values is not None:
+        numbers = copied.values.tolist()
+    if numbers is not None and any(number < 0 or number > kv_len for number in numbers):
+        raise LayoutError(f"{name} must lie in 0 .. kv_len, got {numbers} and kv_len={kv_len}")
     return copied
 
 
@@ -108,24 +96,56 @@ def valid_keys(lengths: Sequence[int] | Tensor, kv_len: int | None, side: str, *
     return lengths_within("lengths", lengths, kv_len, validate=validate).map(valid)
 
 
-def as_rows(name: str, value: object, fill: Callable[[list[int]], int] | None = None) -> Tensor:
-    """``value`` as an integer tensor of rows: one list or 1-D tensor is one row.
+def read_rows(
+    name: str, value: object, fill: Callable[[list[int]], int] | None = None, *, validate: bool
+) -> tuple[Copied, list[list[int]] | None]:
+    """``value`` as an integer tensor of rows, and as ints where it was given so; one list or 1-D tensor is one row.
+
+    Ints are known while tracing too, where no tensor can be read.
 
     Args:
         name: of the argument, for the message.
         value: a tensor of rank 1 or 2, ints, or one sequence of ints per batch row.
         fill: gives the number that lengthens a short list; ``None``: lists of different lengths are refused.
+        validate: whether the values of a tensor must be readable.
     """
     if isinstance(value, Tensor):
         check_ints(name, value, "[N] or [B, N]", (1, 2))
-        return value if value.dim() == 2 else value[None]
+        return read(name, value if value.dim() == 2 else value[None], validate=validate), None
     nested = isinstance(value, Sequence) and any(isinstance(row, Iterable) for row in value)
     lists = [ints(name, row) for row in cast("Sequence[object]", value)] if nested else [ints(name, value)]
     width = max(map(len, lists))
     if fill is None and any(len(row) != width for row in lists):
         raise LayoutError(f"{name} must have rows of one length, got {[len(row) for row in lists]}")
     rows = [row + [fill(row) if fill else 0] * (width - len(row)) for row in lists]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), width)
+    tensor = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), width)
+    return read(name, tensor, validate=False), rows
+
+
+def _numbers(table: Copied, rows: list[list[int]] | None) -> list[list[int]] | None:
+    """The numbers as ints, where they are known."""
+    if rows is not None or table.values is None:
+        return rows
+    numbers: list[list[int]] = table.values.tolist()
+    return numbers
+
+
+def _check_least(name: str, rows: Iterable[list[int]], hint: str = "") -> None:
+    least = min((number for row in rows for number in row), default=0)
+    if least < 0:
+        raise LayoutError(f"{name} must be >= 0, got {least}{hint}")
+
+
+def _check_steps(rows: Iterable[list[int]]) -> None:
+    for at, row in enumerate(rows):
+        for column, number in enumerate(row):
+            if number not in (0, row[column - 1] + 1 if column else 0):
+                before = f" after {row[column - 1]}" if column else " first"
+                raise LayoutError(
+                    f"position_ids must restart at 0 with each document and step by 1 inside it, got {number}{before} "
+                    f"in row {at}, column {column}; documents at other positions are described by lengths=, "
+                    "cu_seqlens= or document_ids="
+                )
 
 
 def _common_total(name: str, verb: str, found: list[int], kv_len: int | None) -> int:

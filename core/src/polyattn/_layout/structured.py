@@ -4,8 +4,10 @@ With q and k standing for the *positions* of a query and a key::
 
     visible = kv_valid & same segment & same chunk & |q - k| < window & (not causal or k <= q or k < prefix)
 
-The formula is written once (:func:`_visible`) and works on whatever shape its arguments broadcast to: a block of
-rows of a dense mask, or one element inside a FlexAttention ``mask_mod``.
+The formula is written once (:meth:`StructuredMask.visible`) and works on whatever shape its arguments broadcast to: a
+block of rows of a dense mask, or one element inside a FlexAttention ``mask_mod``. Everything else that reads a mask (a
+lowering, an intersection, a backend) knows some of the fields: it compares :meth:`StructuredMask.given` with those, and
+falls back to the formula, or refuses, where another one is set. So a new field is right everywhere, if slow.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.checks import Index, check_bool, check_flag, check_int, check_ints, check_window
+from polyattn._layout.checks import Index, check_bool, check_flag, check_int, check_ints, check_positions, check_window
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -31,6 +33,9 @@ class StructuredMask:
 
     Without positions the queries are the *last* ``q_len`` of the ``kv_len`` positions. Values of tensors are not
     needed on the host; tensors are kept, not copied, and must not be changed afterwards.
+
+    The name of a tensor field begins with ``q_`` or ``kv_`` and says what its second dimension runs over; the exception
+    is ``prefix_lengths``.
 
     Attributes:
         causal: a query sees no key of a later position, except below its prefix.
@@ -70,13 +75,7 @@ class StructuredMask:
             value = getattr(self, name)
             if value is not None:
                 check_ints(name, value, f"[B|1, {shape}]", (2,))
-        if self.q_positions is None and self.kv_positions is not None:
-            raise LayoutError("kv_positions must come with q_positions, got kv_positions alone; give both")
-        dtypes = [value.dtype for value in (self.q_positions, self.kv_positions) if value is not None]
-        if len(set(dtypes)) > 1:
-            raise LayoutError(
-                f"q_positions and kv_positions must share one dtype, got {dtypes[0]} and {dtypes[1]}; cast one of them"
-            )
+        check_positions(self.q_positions, self.kv_positions)
         if (self.q_segments is None) != (self.kv_segments is None):
             given = "kv_segments" if self.q_segments is None else "q_segments"
             raise LayoutError(f"q_segments and kv_segments must be given together, got {given} alone")
@@ -89,7 +88,7 @@ class StructuredMask:
                     "prefix_lengths per segment must come with q_segments and kv_segments, got neither; "
                     "one prefix per batch row has shape [B|1]"
                 )
-        dtype = dtypes[0] if dtypes else torch.int32
+        dtype = torch.int32 if self.q_positions is None else self.q_positions.dtype
         if self.window is not None and self.window > torch.iinfo(dtype).max:
             object.__setattr__(self, "window", None)
 
@@ -98,6 +97,11 @@ class StructuredMask:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
+    def given(self) -> frozenset[str]:
+        """The names of the fields that are set (to anything but ``None`` and False), unknown to a reader or not."""
+        names = self.__dataclass_fields__
+        return frozenset([name for name in names if (value := getattr(self, name)) is not None and value is not False])
+
     def replace(self, **changes: Any) -> StructuredMask:
         """The same mask with other values of some fields."""
         return dataclasses.replace(self, **changes)
@@ -105,7 +109,49 @@ class StructuredMask:
     @property
     def positional(self) -> bool:
         """Whether any condition compares positions."""
-        return self.causal or self.window is not None or self.chunk_size is not None
+        return not self.given() <= _WITHOUT_DISTANCE
+
+    def visible(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        valid: Tensor | None,
+        segments: tuple[Tensor | None, Tensor | None],
+        prefix: Tensor | None,
+    ) -> Tensor | None:
+        """The formula on broadcastable arguments.
+
+        Args:
+            q: positions of queries.
+            k: positions of keys.
+            valid: which keys exist.
+            segments: of queries and of keys.
+            prefix: of each query.
+
+        Returns:
+            Bool of the shape that the arguments broadcast to; ``None``: nothing restricts.
+        """
+        tests = []
+        if valid is not None:
+            tests.append(valid)
+        q_segment, k_segment = segments
+        if q_segment is not None and k_segment is not None:
+            tests.append(q_segment == k_segment)
+        if self.chunk_size is not None:
+            tests.append(_chunk(q, self.chunk_size) == _chunk(k, self.chunk_size))
+        if self.window is not None:
+            given = self.q_positions
+            distance = (q - k).abs() if given is None else _saturating_distance(q, k, given.dtype)
+            tests.append(distance < self.window)
+        if self.causal:
+            tests.append(k <= q if prefix is None else (k <= q) | (k < prefix))
+        return functools.reduce(operator.and_, tests) if tests else None
+
+
+_WITHOUT_DISTANCE = frozenset(("kv_valid", "q_positions", "kv_positions", "q_segments", "kv_segments"))
+#: The fields that :func:`intersect` can combine, and beside which a window only narrows.
+COMBINED = _WITHOUT_DISTANCE | {"causal", "window", "prefix_lengths", "chunk_size"}
 
 
 def default_positions(q_len: int, kv_len: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
@@ -128,8 +174,7 @@ def visible_rows(
         return None if value is None else value[:, None, :]
 
     prefix = _query_prefix(mask)
-    seen = _visible(
-        mask,
+    seen = mask.visible(
         q[:, start:stop, None],
         k[:, None, :],
         valid=column(mask.kv_valid),
@@ -145,8 +190,7 @@ def structured_mod(mask: StructuredMask, q_len: int, kv_len: int) -> MaskMod:
     offset = kv_len - q_len
 
     def mod(b: Tensor, _h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = _visible(
-            mask,
+        seen = mask.visible(
             q_idx + offset if mask.q_positions is None else pick(mask.q_positions, b, q_idx),
             kv_idx if mask.kv_positions is None else pick(mask.kv_positions, b, kv_idx),
             valid=None if mask.kv_valid is None else pick(mask.kv_valid, b, kv_idx),
@@ -166,32 +210,6 @@ def pick(value: Tensor, *index: Tensor) -> Tensor:
     return value[tuple(i * 0 if size == 1 else i for size, i in zip(value.shape, index, strict=True))]
 
 
-def _visible(
-    mask: StructuredMask,
-    q: Tensor,
-    k: Tensor,
-    *,
-    valid: Tensor | None,
-    segments: tuple[Tensor | None, Tensor | None],
-    prefix: Tensor | None,
-) -> Tensor | None:
-    """The formula of this module on broadcastable arguments; ``None`` means that nothing restricts."""
-    tests = []
-    if valid is not None:
-        tests.append(valid)
-    q_segment, k_segment = segments
-    if q_segment is not None and k_segment is not None:
-        tests.append(q_segment == k_segment)
-    if mask.chunk_size is not None:
-        tests.append(_chunk(q, mask.chunk_size) == _chunk(k, mask.chunk_size))
-    if mask.window is not None:
-        distance = (q - k).abs() if mask.q_positions is None else _saturating_distance(q, k, mask.q_positions.dtype)
-        tests.append(distance < mask.window)
-    if mask.causal:
-        tests.append(k <= q if prefix is None else (k <= q) | (k < prefix))
-    return functools.reduce(operator.and_, tests) if tests else None
-
-
 def _chunk(position: Tensor, size: int) -> Tensor:
     if size > torch.iinfo(position.dtype).max:  # not a number of the dtype; all of one sign is one chunk
         return -(position < 0).to(position.dtype)
@@ -205,7 +223,19 @@ def _saturating_distance(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     return high - torch.maximum(low, high.clamp(min=-1) - limit)
 
 
-def positions(mask: StructuredMask, q_len: int, kv_len: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
+class Placed(Protocol):
+    """What may give positions: a mask by structure, or a layout of another kind."""
+
+    @property
+    def q_positions(self) -> Tensor | None:
+        """``Int[B|1, Q]``."""
+
+    @property
+    def kv_positions(self) -> Tensor | None:
+        """``Int[B|1, K]``."""
+
+
+def positions(mask: Placed, q_len: int, kv_len: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
     """The positions of queries and keys, ``Int[B|1, .]``; those that are not given are made on ``device``."""
     q, k = default_positions(q_len, kv_len, device)
     if mask.q_positions is None:
@@ -222,10 +252,10 @@ def _query_prefix(mask: StructuredMask) -> Tensor | None:
     return prefix.expand(rows, -1).gather(1, mask.q_segments.long().expand(rows, -1))
 
 
-def select(mask: StructuredMask, fields: Sequence[str], index: Index) -> StructuredMask:
-    """The mask with the second dimension of the named fields replaced by its part at ``index``."""
-    values = {name: getattr(mask, name) for name in fields}
-    return mask.replace(**{n: take(v, 1, index) for n, v in values.items() if v is not None})
+def select(mask: StructuredMask, axis: str, index: Index) -> StructuredMask:
+    """The mask with the part at ``index`` of what runs over ``axis``, ``queries`` or ``keys``."""
+    prefix = "q_" if axis == "queries" else "kv_"
+    return mask.replace(**{n: take(v, 1, index) for n, v in mask.tensors().items() if n.startswith(prefix)})
 
 
 def take(value: Tensor, dim: int, index: Index) -> Tensor:
@@ -243,6 +273,8 @@ def intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tens
         b: another one of the same lengths.
         same: whether two tensors are known to hold equal values.
     """
+    if not a.given() | b.given() <= COMBINED:
+        return None
     chunks = [size for size in (a.chunk_size, b.chunk_size) if size is not None]
     if chunks and max(chunks) % min(chunks):
         return None

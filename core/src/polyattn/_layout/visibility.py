@@ -11,10 +11,11 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import Index
@@ -163,7 +164,8 @@ def dense_rows(
     spans = ((0, batch), (0, heads), (start, stop), (0, kv_len))
     index = [torch.arange(first, last, device=device) for first, last in spans]
     try:
-        return mod(*index)
+        with _SelectByTensors():
+            return mod(*index)
     except LayoutError:
         raise
     except Exception as error:
@@ -172,6 +174,21 @@ def dense_rows(
             f"mask_mod {name} raised {type(error).__name__} for indices on {device}: {error}; it is called with one "
             "element of each index (b, h, q_idx, kv_idx) under vmap, as FlexAttention calls it"
         ) from error
+
+
+class _SelectByTensors(TorchFunctionMode):
+    """``x[i, j]`` with index tensors under vmap, where torch before 2.14 asks them for their values.
+
+    FlexAttention does the same around such functions; its own mode costs a second to import.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+            tensors = [isinstance(i, Tensor) for i in index]
+            if any(tensors) and all(is_tensor or type(i) is int for is_tensor, i in zip(tensors, index, strict=True)):
+                return torch.ops.aten.index(x, [torch.as_tensor(i, device=x.device) for i in index])
+        return func(*args, **(kwargs or {}))
 
 
 def _home(mod: MaskMod) -> torch.device:

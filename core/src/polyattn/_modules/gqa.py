@@ -177,7 +177,9 @@ class GroupedQueryAttention(nn.Module):
             if callable(reset):
                 reset()
 
-    def load_hf_weights(self, state: Mapping[str, Tensor], config: Any, *, layer: int) -> None:
+    def load_hf_weights(
+        self, state: Mapping[str, Tensor], config: Any, *, layer: int, convention: str = "serving"
+    ) -> None:
         """Load the weights of one layer of a transformers model.
 
         Names are the same there; Gemma's norm weights, which count from 1, are changed to ours.
@@ -186,13 +188,16 @@ class GroupedQueryAttention(nn.Module):
             state: the model's state dict.
             config: its configuration, or the dictionary of that; see :meth:`AttentionSpec.from_hf`.
             layer: index of the layer.
+            convention: with which the configuration is read; see :meth:`AttentionSpec.from_hf`.
 
         Raises:
-            ConfigError: the class is not known, or the state dict has no such layer.
+            ConfigError: the class is not known, the configuration describes another layer than this one (but for its
+                dropout), or the state dict has no such layer.
             RuntimeError: a weight is missing, unknown or of another shape; from ``load_state_dict``.
         """
-        from polyattn._modules.hf import read_weights
+        from polyattn._modules.hf import check_same, read_weights
 
+        check_same(self.spec, config, layer, convention=convention)
         self.load_state_dict(read_weights(state, config, layer))
 
     def prefill(
@@ -245,7 +250,7 @@ class GroupedQueryAttention(nn.Module):
         read = read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
         prepared, tables, context_tables = read.prepared, read.tables, read.context_tables
         parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
-        if not read.autocast:
+        if read.low is None:
             check_dtype(hidden, parts["qkv_proj" if self.fused_qkv else "q_proj"])
         q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
         spec = self.kind.spec

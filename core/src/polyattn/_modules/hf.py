@@ -16,7 +16,7 @@ from polyattn._errors import ConfigError
 from polyattn._modules.spec import AttentionSpec, QKNorm
 from polyattn._numbers import is_number, listed, shown
 from polyattn._rope import RopeSpec
-from polyattn._rope.hf import refuse_canonical_keys
+from polyattn._rope.hf_entry import refuse_canonical_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,8 +71,7 @@ _FAMILIES = {
 
 def read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
     """See :meth:`AttentionSpec.from_hf`."""
-    data = _dictionary(config)
-    family = _family(data)
+    data, family = _read(config)
     if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
         raise ConfigError(f"layer must be the index of a layer, an int >= 0, got {shown(layer)}")
     heads = _int(data, "num_attention_heads")
@@ -139,7 +138,7 @@ def write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, An
     written = {kind: rope.to_hf(model_type) for kind, rope in ropes.items()}
     for part in written.values():
         data |= part
-    if len(set(ropes.values())) > 1:
+    if family.rope_by_type:
         data["rope_parameters"] = {kind: part["rope_parameters"] for kind, part in written.items()}
     if family.biases:
         data["attention_bias"] = first.bias
@@ -172,10 +171,35 @@ def write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, An
     return data
 
 
+def check_same(spec: AttentionSpec, config: Any, layer: int, *, convention: str) -> None:
+    """Refuse a layer of another structure than the configuration describes; dropout changes no weight's meaning.
+
+    Raises:
+        ConfigError: names every field that differs.
+    """
+    want = read_spec(config, layer, convention=convention)
+    ours, theirs = (dataclasses.replace(x, dropout=0.0, scale=_scale(x)).to_dict() for x in (spec, want))
+    pairs = {name: (ours[name], theirs[name]) for name in ours}
+    for name, (one, other) in list(pairs.items()):
+        if isinstance(one, dict) and isinstance(other, dict):
+            del pairs[name]
+            pairs |= {f"{name}.{key}": (one.get(key), other.get(key)) for key in one | other}
+    differ = [f"{name} {shown(one)} instead of {shown(other)}" for name, (one, other) in pairs.items() if one != other]
+    if differ:
+        raise ConfigError(
+            f"the layer must be as the configuration describes layer {layer}, got {'; '.join(differ)}; build it with "
+            "GroupedQueryAttention.from_spec(AttentionSpec.from_hf(config, layer=...)), give the convention= that it "
+            "was read with, or load weights into another structure with load_state_dict"
+        )
+
+
+def _scale(spec: AttentionSpec) -> float:
+    return spec.head_dim**-0.5 if spec.scale is None else spec.scale
+
+
 def read_weights(state: Mapping[str, Tensor], config: Any, layer: int) -> dict[str, Tensor]:
     """See :meth:`GroupedQueryAttention.load_hf_weights`."""
-    data = _dictionary(config)
-    family = _family(data)
+    data, family = _read(config)
     inside = f"layers.{layer}.self_attn."
     found = {name.split(inside, 1)[1]: value for name, value in state.items() if inside in name}
     if not found:
@@ -188,20 +212,22 @@ def read_weights(state: Mapping[str, Tensor], config: Any, layer: int) -> dict[s
     return {name: value for name, value in found.items() if name != "rotary_emb.inv_freq"}
 
 
-def _dictionary(config: Any) -> dict[str, Any]:
+def _read(config: Any) -> tuple[dict[str, Any], _Family]:
+    """The dictionary of the text part, and the family of its class."""
     found = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(found, Mapping):
         raise ConfigError(f"config must be a transformers configuration or its dictionary, got {type(config).__name__}")
     text = found.get("text_config")
     data = dict(text if isinstance(text, Mapping) else found)
+    family = _family(data)  # first: other classes may well have such keys
     canonical = [name for name in CANONICAL_ONLY if name in data]
     if canonical:
         raise ConfigError(
             f"config must not carry the canonical-only keys {listed(canonical)}; "
-            "AttentionSpec.from_dict reads the canonical form, and transformers dictionaries have no such keys"
+            "AttentionSpec.from_dict reads the canonical form, and configurations of this class have no such keys"
         )
     refuse_canonical_keys(data)
-    return data
+    return data, family
 
 
 def _family(data: Mapping[str, Any]) -> _Family:
@@ -217,6 +243,15 @@ def _family(data: Mapping[str, Any]) -> _Family:
 def _specialities(data: Mapping[str, Any], layer: int) -> tuple[float | None, bool]:
     """Scale, and whether the layer rotates at all; refuses what a spec cannot say."""
     scale, rotates = None, True
+    ropes = [rope for name in ("rope_parameters", "rope_scaling") if isinstance(rope := data.get(name), Mapping)]
+    ropes += [entry for rope in ropes for entry in rope.values() if isinstance(entry, Mapping)]
+    beta = next((rope["llama_4_scaling_beta"] for rope in ropes if rope.get("llama_4_scaling_beta")), None)
+    if beta is not None:
+        _fault(
+            data,
+            f"llama_4_scaling_beta must be absent or 0, got {shown(beta)}: it scales queries by their position, which "
+            "no spec says",
+        )
     if data["model_type"] == "gemma3_text":
         scalar = _required(data, "query_pre_attn_scalar")
         if not is_number(scalar) or scalar <= 0:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """What a forward reads from its scope, the positions and the autocast dtype that it read with."""
+    """What a forward reads from its scope, the positions and the autocast dtype (``None``: off) that it read with."""
 
     prepared: PreparedAttention
     tables: RotaryTables | None
@@ -27,11 +27,6 @@ class Read(NamedTuple):
     positions: Tensor | None
     kv_positions: Tensor | None
     low: torch.dtype | None
-
-    @property
-    def autocast(self) -> bool:
-        """Whether autocast is on."""
-        return self.low is not None
 
     def holds(self, positions: Tensor | None, kv_positions: Tensor | None) -> bool:
         """Whether a layer of the same kind with arguments of the same shapes would read the same."""
@@ -89,7 +84,8 @@ def read_scope(
         dtype = hidden.dtype if low is None or hidden.dtype is torch.float64 else low
         request = kind.request(Call(hidden.shape[0], dtype, hidden.device, *asked))
         layout = None if kv_hidden is None else scope.context_layout
-        prepared = scope.prepare(kind.backend, request, layout=layout, window=spec.window)
+        places = {} if spec.window is None else _places(positions, kv_positions, kv_hidden)
+        prepared = scope.prepare(kind.backend, request, layout=layout, window=spec.window, **places)
         tables = (_tables(rotary, scope, positions), _tables(rotary, scope, kv_positions))
         found = Read(prepared, *tables, positions, kv_positions, low)
         if not compiling:
@@ -104,3 +100,15 @@ def _others_want_grad(layer: GroupedQueryAttention, kv_hidden: Tensor | None) ->
 
 def _tables(rotary: RotaryEmbedding | None, scope: AttentionScope, positions: Tensor | None) -> RotaryTables | None:
     return None if rotary is None or positions is None else scope.rotary(rotary, positions)
+
+
+def _places(
+    positions: Tensor | None, kv_positions: Tensor | None, kv_hidden: Tensor | None
+) -> dict[str, Tensor | None]:
+    """By what a window measures distances; by indices where nobody says where tokens stand, or on several axes."""
+    given = [x for x in (positions, kv_positions) if isinstance(x, Tensor)]
+    if len(given) < (1 if kv_hidden is None else 2) or given[0] is not positions:
+        return {}
+    if kv_hidden is None and given[0].dim() != 2:
+        return {}
+    return {"positions": positions, "kv_positions": kv_positions}

@@ -21,6 +21,7 @@ class RopeAxes:
 
     Attributes:
         sections: number of lanes of each axis, in the order of the position axes; they add up to ``rotary_dim / 2``.
+            An axis with 0 of them turns nothing.
         layout: how the sections lie over the lanes, one of
 
             * ``"contiguous"``: all lanes of axis 0, then all of axis 1, ... (Qwen2-VL, GLM-4V);
@@ -37,8 +38,9 @@ class RopeAxes:
         sections = self.sections
         if isinstance(sections, str) or not isinstance(sections, Sequence) or len(sections) < 2:
             raise RopeConfigError(f"axes['sections'] must list the lanes of at least two axes, got {shown(sections)}")
-        if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sections):
-            raise RopeConfigError(f"axes['sections'] must hold ints >= 1, got {shown(list(sections))}")
+        if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in sections) or not any(sections):
+            got = shown(list(sections))
+            raise RopeConfigError(f"axes['sections'] must hold ints >= 0, not all of them 0, got {got}")
         if not isinstance(self.layout, str) or self.layout not in _LAYOUTS:
             raise RopeConfigError(f"axes['layout'] must be one of {', '.join(_LAYOUTS)}, got {shown(self.layout)}")
         if self.layout == "ernie" and len(set(sections[1:])) > 1:

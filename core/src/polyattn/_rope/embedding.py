@@ -26,25 +26,28 @@ class RotaryTables:
     Attributes:
         cos: FP32 ``[B|1, S, rotary_dim / 2]``.
         sin: likewise.
-        channels: the pairing and what :meth:`per_channel` gives for it, made once for all layers; or ``None``. It
-            belongs to these cosines and sines: a copy with others has none, and neither is changed in place.
+        interleaved: the pairing that the angles were made for, as in the spec; ``None`` where it is not known, in
+            tables made by hand, which then serve either.
+        channels: what :meth:`per_channel` gives for that pairing, made once for all layers; or ``None``. It belongs to
+            these cosines and sines: a copy with others has none, and neither is changed in place.
     """
 
     cos: Tensor
     sin: Tensor
-    channels: tuple[bool, Tensor, Tensor] | None = dataclasses.field(default=None, init=False, repr=False)
+    interleaved: bool | None = None
+    channels: tuple[Tensor, Tensor] | None = dataclasses.field(default=None, init=False, repr=False)
 
     @classmethod
     def paired(cls, cos: Tensor, sin: Tensor, *, interleaved: bool) -> RotaryTables:
         """Tables with the factors of each channel made already, for one pairing."""
-        tables = cls(cos, sin)
-        object.__setattr__(tables, "channels", (interleaved, *tables.per_channel(interleaved=interleaved)))
+        tables = cls(cos, sin, interleaved)
+        object.__setattr__(tables, "channels", tables.per_channel(interleaved=interleaved))
         return tables
 
     def per_channel(self, *, interleaved: bool) -> tuple[Tensor, Tensor]:
         """Factors of each channel and of its partner, FP32 ``[B|1, S, rotary_dim]``."""
-        if self.channels is not None and self.channels[0] is interleaved:
-            return self.channels[1:]
+        if self.channels is not None and self.interleaved is interleaved:
+            return self.channels
         return joined(self.cos, self.cos, interleaved), joined(-self.sin, self.sin, interleaved)
 
 
@@ -69,7 +72,8 @@ class _Rule:
     def of(cls, variant: RopeVariant, spec: RopeSpec, length: int | None) -> _Rule:
         inv_freq, attention_scaling, position_scaling = host_frequencies(variant, spec, length)
         owners = () if spec.axes is None else spec.axes.lanes()
-        rows = [tuple(f * (o == axis) for f, o in zip(inv_freq, owners, strict=True)) for axis in sorted(set(owners))]
+        axes = 0 if spec.axes is None else len(spec.axes.sections)
+        rows = [tuple(f * (o == axis) for f, o in zip(inv_freq, owners, strict=True)) for axis in range(axes)]
         return cls((*rows, tuple(inv_freq)), attention_scaling, position_scaling)
 
 
@@ -123,12 +127,15 @@ class RotaryEmbedding(nn.Module):
         Raises:
             AttentionInputError: shape or dtype of ``positions``, or presence of ``length``, does not fit the spec.
         """
+        if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+            with torch.inference_mode(False):  # tables outlive it: a later training step saves them
+                return self.forward(positions, length=length)
         angles, scaling = self.angles(positions, length=length)
         cos, sin = angles.cos(), angles.sin()
         if scaling != 1.0:
             cos, sin = cos * scaling, sin * scaling
         if torch.compiler.is_compiling():
-            return RotaryTables(cos, sin)
+            return RotaryTables(cos, sin, self.spec.interleaved)
         return RotaryTables.paired(cos, sin, interleaved=self.spec.interleaved)
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> tuple[Tensor, float]:

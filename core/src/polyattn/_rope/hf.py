@@ -6,7 +6,7 @@ Version 4 keeps ``rope_theta`` at the top and scaling in ``rope_scaling``; versi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
@@ -19,93 +19,68 @@ from polyattn._rope.hf_classes import (
     class_head_dim,
     class_head_dim_key,
     class_pairing,
+    class_theta,
     classes,
     fault,
     model_class,
+    refuse_class,
     reordered,
     size,
+    with_common_names,
 )
+from polyattn._rope.hf_entry import AT_THE_TOP, KEYS, ORIGINAL, refuse_canonical_keys, refuse_unread_keys, rope_entry
 from polyattn._rope.spec import RopeSpec
 from polyattn._rope.variant import is_float32
 
-#: Keys of our canonical forms that no transformers dictionary has: one that carries them is not what it says it is.
-CANONICAL_ONLY = ("axes", "interleaved", "original_max_position", "rotary_dim", "schema_version", "variant")
 CONVENTIONS = ("serving", "dflash", "eagle")
-
-_ORIGINAL = "original_max_position_embeddings"
-#: Required and optional keys of each rope type.
-_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": (("factor",), ("alpha",)),
-    "yarn": (
-        ("factor", _ORIGINAL),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
-    "longrope": (
-        ("short_factor", "long_factor", _ORIGINAL),
-        ("attention_factor", "factor", "short_mscale", "long_mscale"),
-    ),
-    "proportional": (("partial_rotary_factor",), ("factor",)),
-}
 #: Keys that may stand beside every type. ``llama_4_scaling_beta`` scales queries and is no business of the rotation.
 _COMMON = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", "llama_4_scaling_beta"),
     *("mrope_section", "mrope_interleaved", "mrope_interleaved_glm"),
 )
-#: Keys that no configuration has at its top, where nothing would read them. Words that mean many things are left out.
-_INSIDE_ONLY = {"rope_type", "mrope_section", "mrope_interleaved", "mrope_interleaved_glm"}.union(
-    *(set(required) | set(optional) for required, optional in _KEYS.values())
-) - {"factor", "alpha", "truncate", "partial_rotary_factor", _ORIGINAL}
 #: Keys that Hunyuan writes beside ``alpha``, where nothing reads them.
 _IDLE_BESIDE_ALPHA = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-#: Where version 4 keeps what version 5 keeps in the dictionary.
-_AT_THE_TOP = {
-    "rope_theta": ("rope_theta", "rotary_emb_base", "global_rope_theta"),
-    "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct", "rope_pct"),
-    _ORIGINAL: (_ORIGINAL,),
-}
 
 
 def read(
-    config: Any, *, layer_type: str | None, head_dim: int | None, interleaved: bool | None, convention: str
+    data: Any, layer_type: str | None, head_dim: int | None, interleaved: bool | None, convention: str, most: int | None
 ) -> RopeSpec:
     """See :meth:`RopeSpec.from_hf`."""
     if convention not in CONVENTIONS:
         raise RopeConfigError(f"convention must be one of {', '.join(CONVENTIONS)}, got {shown(convention)}")
-    found = config.to_dict() if hasattr(config, "to_dict") else config
+    found = data.to_dict() if hasattr(data, "to_dict") else data
     if not isinstance(found, Mapping):
         raise RopeConfigError(
-            f"config must be a transformers configuration or its dictionary, got {type(config).__name__}"
+            f"config must be a transformers configuration or its dictionary, got {type(data).__name__}"
         )
-    data = dict(found)
+    data = with_common_names(found)
     if data.get("text_config") is not None and "max_position_embeddings" not in data:
         fault(data, "it is a composite; read the configuration of its text part, text_config")
+    refuse_class(data)
     refuse_canonical_keys(data)
-    _refuse_rope_at_the_top(data)
-    entry = _entry(data, layer_type)
-    refuse_canonical_keys(entry)
+    refuse_unread_keys(data)
+    entry = rope_entry(data, layer_type)
+    refuse_canonical_keys(entry, data)
     kind = _kind(data, entry)
     _check_keys(data, entry, kind)
     if kind == "dynamic" and convention == "eagle":
         fault(
             data, "rope_type 'dynamic' is refused under convention 'eagle': its table followed what was decoded before"
         )
-    max_position = size(data, "max_position_embeddings", _needed(data, data, "max_position_embeddings"))
+    max_position = _max_position(data, most)
     if entry.get("max_position_embeddings", max_position) != max_position:
         fault(
             data, f"max_position_embeddings is {max_position}, and {entry['max_position_embeddings']} beside rope_type"
         )
     width = class_head_dim(data, layer_type) if head_dim is None else size(data, "head_dim", head_dim)
-    parameters = {name: entry[name] for names in _KEYS[kind] for name in names if entry.get(name) is not None}
-    original = parameters.pop(_ORIGINAL, max_position if kind == "dynamic" else None)
+    parameters = {name: entry[name] for names in KEYS[kind] for name in names if entry.get(name) is not None}
+    original = parameters.pop(ORIGINAL, max_position if kind == "dynamic" else None)
     if original is not None:
-        size(data, _ORIGINAL, original)
+        size(data, ORIGINAL, original)
     if kind == "longrope":
         parameters["switch"] = "long" if max_position > original else "short"
     values: dict[str, Any] = {
-        "theta": _theta(data, entry),
+        "theta": _theta(data, entry, convention),
         "head_dim": width,
         "rotary_dim": _rotary_dim(
             data, entry, kind, width, "head_dim" if head_dim else class_head_dim_key(data, layer_type)
@@ -123,9 +98,12 @@ def read(
 
 def write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
     """See :meth:`RopeSpec.to_hf`."""
-    data: dict[str, Any] = {"model_type": model_type, "head_dim": spec.head_dim}
-    if spec.variant not in _KEYS:
-        fault(data, f"variant '{spec.variant}' is no rope_type there; those are {', '.join(_KEYS)}")
+    width = "qk_rope_head_dim" if model_type in classes()["keys"]["qk_rope_head_dim"] else "head_dim"
+    data: dict[str, Any] = {"model_type": model_type, width: spec.head_dim}
+    if spec.variant not in KEYS:
+        fault(data, f"variant '{spec.variant}' is no rope_type there; those are {', '.join(KEYS)}")
+    data |= {key: values[0] for key, values in classes()["rotates_if"].get(model_type, {}).items()}
+    refuse_class(data)
     if model_type in classes()["rope_interleave"]:
         data["rope_interleave"] = spec.interleaved
     pairing = class_pairing(data)
@@ -145,10 +123,10 @@ def write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": spec.variant, "rope_theta": spec.theta}
     if partial or model_type in classes()["partial_required"]:
         rope["partial_rotary_factor"] = spec.rotary_dim / spec.head_dim
-    if _ORIGINAL in _KEYS[spec.variant][0]:
-        rope[_ORIGINAL] = spec.original_max_position
+    if ORIGINAL in KEYS[spec.variant][0]:
+        rope[ORIGINAL] = spec.original_max_position
     if spec.variant == "longrope":
-        data[_ORIGINAL] = spec.original_max_position  # Phi-3's class has the field at the top, and it wins
+        data[ORIGINAL] = spec.original_max_position  # Phi-3's class has the field at the top, and it wins
     rope |= {
         name: value for name, value in spec.to_dict()["parameters"].items() if value is not None and name != "switch"
     }
@@ -157,92 +135,13 @@ def write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
         if spec.axes.layout in {"interleaved", "glm"}:
             rope["mrope_interleaved" if spec.axes.layout == "interleaved" else "mrope_interleaved_glm"] = True
     data.update(max_position_embeddings=spec.max_position, rope_parameters=rope)
-    back = read(data, layer_type=None, head_dim=None, interleaved=None, convention="serving").to_dict()
+    back = RopeSpec.from_hf(data).to_dict()
     lost = [
         f"{name} {value} would be read as {back[name]}" for name, value in spec.to_dict().items() if back[name] != value
     ]
     if lost:
         fault(data, f"it cannot carry this spec: {'; '.join(lost)}")
     return data
-
-
-def refuse_canonical_keys(dictionary: Mapping[str, Any]) -> None:
-    """Refuse a transformers dictionary that carries keys of our canonical form, rather than overwrite what they say.
-
-    Raises:
-        RopeConfigError: a key is canonical-only; the message names it.
-    """
-    found = [name for name in CANONICAL_ONLY if name in dictionary]
-    if found:
-        raise RopeConfigError(
-            f"config must not carry the canonical-only keys {listed(found)}; "
-            "transformers dictionaries have no such keys; the canonical form, which has, is the one with "
-            "'schema_version', and from_dict reads it"
-        )
-
-
-def _refuse_rope_at_the_top(data: Mapping[str, Any]) -> None:
-    found = sorted(name for name in _INSIDE_ONLY if data.get(name) is not None)
-    found += ["type"] if data.get("type") in [*_KEYS] else []
-    if found:
-        fault(
-            data,
-            f"{listed(found)} must stand in rope_parameters (or rope_scaling), not at the top; "
-            "model_type, max_position_embeddings and the width of a head stand at the top",
-        )
-
-
-def _entry(data: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
-    """The rotary keys of one layer type, wherever the configuration keeps them."""
-    given = [data[name] for name in ("rope_parameters", "rope_scaling") if data.get(name) is not None]
-    if any(not isinstance(rope, Mapping) for rope in given) or any(rope != given[0] for rope in given):
-        fault(
-            data,
-            f"rope_parameters and rope_scaling must be one dictionary, or null, got {listed(given)}",
-        )
-    if data.get("dual_chunk_attention_config") is not None:
-        fault(data, "dual_chunk_attention_config is not supported: it rotates queries several times")
-    rope = dict(given[0]) if given else {}
-    mappings = [isinstance(value, Mapping) for value in rope.values() if value is not None]
-    nested = bool(mappings) and all(mappings)
-    # Older files scale full attention only; sliding attention is plain, in Gemma 3 and ModernBERT with its own base.
-    bases = [data[name] for name in ("rope_local_base_freq", "local_rope_theta") if data.get(name) is not None]
-    if model_class(data) == "olmo3" and rope and data.get("rope_parameters") is None:
-        bases.append(data.get("rope_theta"))
-    if bases and not nested:
-        plain = {"rope_type": "default", "rope_theta": bases[0]}
-        rope, nested = {"full_attention": _with_top(data, rope), "sliding_attention": plain}, True
-    if nested:
-        if not isinstance(layer_type, str) or layer_type not in rope:
-            fault(data, f"layer_type must be one of {listed(rope)}, got {shown(layer_type)}")
-        if rope[layer_type] is None:
-            fault(data, f"layer_type '{layer_type}' has no rotary embedding")
-        entry = {**dict(_top(data)), **rope[layer_type]}
-    else:
-        if layer_type is not None and layer_type not in (data.get("layer_types") or ()):
-            fault(data, f"layer_type must be None, got {shown(layer_type)}: one rope serves all layers")
-        entry = _with_top(data, rope)
-    thetas = data.get("layer_rope_theta") or []
-    if not isinstance(thetas, Sequence) or any(theta and theta != entry.get("rope_theta") for theta in thetas):
-        fault(data, f"layer_rope_theta gives layers other bases, {shown(thetas)}; read one spec for each rope_theta")
-    return entry
-
-
-def _top(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, spellings in _AT_THE_TOP.items():
-        yield from ((name, data[spelling]) for spelling in spellings if data.get(spelling) is not None)
-
-
-def _with_top(data: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    entry = dict(rope)
-    for name, value in _top(data):
-        if entry.get(name, value) not in (None, value):
-            fault(
-                data,
-                f"{name} is {shown(value)} at the top and {shown(entry[name])} elsewhere: they contradict each other",
-            )
-        entry[name] = value
-    return entry
 
 
 def _kind(data: Mapping[str, Any], entry: dict[str, Any]) -> str:
@@ -254,20 +153,20 @@ def _kind(data: Mapping[str, Any], entry: dict[str, Any]) -> str:
     kinds = {aliases.get(name, name) if isinstance(name, str) else shown(name) for name in names}
     if len(kinds) > 1:
         fault(data, f"rope_type and type contradict each other, got {shown(names[0])} and {shown(names[1])}")
-    if not kinds and not set(entry) <= {*_AT_THE_TOP, "rope_type", "type"}:
+    if not kinds and not set(entry) <= {*AT_THE_TOP, "rope_type", "type"}:
         fault(data, f"'rope_type' is missing beside {listed(sorted(map(str, entry)))}")
     kind = kinds.pop() if kinds else "default"
-    if kind not in _KEYS:
-        fault(data, f"rope_type must be one of {', '.join(_KEYS)}, got {shown(kind)}")
+    if kind not in KEYS:
+        fault(data, f"rope_type must be one of {', '.join(KEYS)}, got {shown(kind)}")
     if "mrope" in names and entry.get("mrope_section") is None:
         fault(data, "'mrope_section' is missing beside type 'mrope'")
-    if _ORIGINAL not in _KEYS[kind][0] and data.get(_ORIGINAL) is not None:
-        entry.pop(_ORIGINAL, None)  # a field of Phi-3's class, which means nothing to the other types
+    if ORIGINAL not in KEYS[kind][0] and data.get(ORIGINAL) is not None:
+        entry.pop(ORIGINAL, None)  # a field of Phi-3's class, which means nothing to the other types
     return kind
 
 
 def _check_keys(data: Mapping[str, Any], entry: dict[str, Any], kind: str) -> None:
-    required, optional = _KEYS[kind]
+    required, optional = KEYS[kind]
     accepted = (*required, *optional, *_COMMON)
     if kind == "dynamic" and entry.get("alpha") is not None:
         accepted += _IDLE_BESIDE_ALPHA
@@ -282,15 +181,23 @@ def _check_keys(data: Mapping[str, Any], entry: dict[str, Any], kind: str) -> No
         )
 
 
-def _needed(data: Mapping[str, Any], where: Mapping[str, Any], name: str) -> Any:
-    if where.get(name) is None:
-        fault(data, f"{shown(name)} is missing")
-    return where[name]
+def _max_position(data: Mapping[str, Any], given: int | None) -> int:
+    found = data.get("max_position_embeddings")
+    if found is None and given is None:
+        fault(data, "'max_position_embeddings' is missing; pass max_position=")
+    if None not in (found, given) and found != given:
+        fault(data, f"max_position must be None or {found}, as max_position_embeddings says, got {shown(given)}")
+    return size(data, "max_position_embeddings" if given is None else "max_position", found if given is None else given)
 
 
-def _theta(data: Mapping[str, Any], entry: Mapping[str, Any]) -> float:
-    spellings = _AT_THE_TOP["rope_theta"]
+def _theta(data: Mapping[str, Any], entry: Mapping[str, Any], convention: str) -> float:
+    spellings = AT_THE_TOP["rope_theta"]
     theta = entry.get("rope_theta")
+    fixed = classes()["fixed_theta"].get(model_class(data))
+    if fixed is not None and theta not in (None, fixed):
+        fault(data, f"rope_theta is {shown(theta)}, but this class has {fixed} and does not read it")
+    if theta is None:
+        theta = class_theta(data) if fixed is None and convention != "serving" else fixed
     if theta is None:
         fault(data, f"'rope_theta' is missing; it stands in rope_parameters, or at the top as {' or '.join(spellings)}")
     if not is_float32(theta) or theta <= 1:
@@ -303,9 +210,21 @@ def _rotary_dim(data: Mapping[str, Any], entry: Mapping[str, Any], kind: str, wi
     """How many channels rotate; ``key`` is what gives the width of a head."""
     factor = 1.0 if kind == "proportional" else _partial(data, entry, kind)
     rotated = int(width * factor)
+    if key == "qk_rope_head_dim" and factor != 1:  # the factor is of the whole head, of which that is the rotated part
+        if int(factor * (data.get("head_dim") or 0)) != width:
+            fault(data, f"partial_rotary_factor {factor} of head_dim {data.get('head_dim')} must be {key}, {width}")
+        return width
+    own = data.get("rotary_dim")
+    if own is None and model_class(data) in classes()["fixed_theta"]:
+        fault(data, "'rotary_dim' is missing")
+    if own is not None:
+        read_alone = classes()["rotary_dim"][model_class(data)] and entry.get("partial_rotary_factor") is None
+        if not read_alone and rotated != own:
+            fault(data, f"rotary_dim is {shown(own)}, but {rotated} channels rotate by partial_rotary_factor")
+        rotated, factor, key = size(data, "rotary_dim", own), 1.0, "rotary_dim"
     if rotated < 2 or rotated % 2:
         what, got = (
-            (key, f"{width}")
+            (key, f"{rotated}")
             if factor == 1
             else (f"{key} * partial_rotary_factor", f"int({width} * {factor}) = {rotated}")
         )
@@ -316,7 +235,7 @@ def _rotary_dim(data: Mapping[str, Any], entry: Mapping[str, Any], kind: str, wi
 def _partial(data: Mapping[str, Any], entry: Mapping[str, Any], kind: str) -> float:
     factor = entry.get("partial_rotary_factor")
     if factor is None:
-        if kind == "default" and model_class(data) in classes()["partial_required"]:
+        if model_class(data) in classes()["partial_required"]:
             fault(data, "'partial_rotary_factor' is missing, and this class has a default of its own")
         return 1.0
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:

@@ -28,13 +28,14 @@ def apply_rotary(q: Tensor, k: Tensor, tables: RotaryTables, *, interleaved: boo
         q: ``[B, Hq, S, D]``, any strides.
         k: ``[B, Hkv, S, D]``.
         tables: cosines and sines, FP32 ``[B|1, S, rotary_dim / 2]``; channels from ``rotary_dim`` on pass through.
-        interleaved: pairing of the channels, as in the spec.
+        interleaved: pairing of the channels, as in the spec that the tables were made from.
 
     Returns:
         The rotated q and k, each in its own dtype: computed in FP32 (FP64 for FP64) and rounded once.
 
     Raises:
-        AttentionInputError: the tables are none, not FP32, require grad, or do not fit q and k.
+        AttentionInputError: the tables are none, not FP32, require grad, do not fit q and k, or were made for the other
+            pairing.
     """
     rotated = _apply({"q": q, "k": k}, tables, interleaved)
     return rotated[0], rotated[1]
@@ -61,6 +62,11 @@ def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) ->
         )
     if interleaved is not True and interleaved is not False:
         raise AttentionInputError(f"interleaved must be True or False, got {shown(interleaved)}; the spec says which")
+    if interleaved is not tables.interleaved and tables.interleaved is not None:
+        raise AttentionInputError(
+            f"interleaved must be {tables.interleaved}, the pairing that the tables were made for, got {interleaved}; "
+            "pass the interleaved of their spec"
+        )
     table = cos.shape
     for name, x in named.items():
         shape = x.shape

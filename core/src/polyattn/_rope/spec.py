@@ -178,6 +178,7 @@ class RopeSpec:
         head_dim: int | None = None,
         interleaved: bool | None = None,
         convention: str = "serving",
+        max_position: int | None = None,
     ) -> RopeSpec:
         """Read the rotary part of a transformers configuration, in the style of version 4 or 5.
 
@@ -186,19 +187,23 @@ class RopeSpec:
                 them, with ``model_type``, ``max_position_embeddings`` and the width of a head at the top. It is not
                 changed.
             layer_type: which entry to read where each layer type has a rope of its own.
-            head_dim: width of a head, where the configuration does not say it, or says it of heads of which only a
-                part goes through the rope (multi-head latent attention).
+            head_dim: width of a head, where the configuration does not say it. Of a class with ``qk_rope_head_dim``
+                (multi-head latent attention) the spec describes that part of a head, which goes through the rope alone.
             interleaved: pairing, where the configuration has no ``model_type`` or one that is not known.
             convention: what the keys cannot say. ``"serving"`` gives ``dynamic`` its fixed length, as SGLang does.
                 ``"dflash"`` and ``"eagle"`` read dictionaries of older draft models, which always paired halves;
-                ``"eagle"`` refuses ``dynamic``, whose table depended there on what had been decoded before.
+                A base that they leave out is the class's own. ``"eagle"`` refuses ``dynamic``, whose table depended
+                there on what had been decoded before.
+            max_position: longest sequence, where the configuration does not say it.
 
         Raises:
-            RopeConfigError: a key is unknown, missing, contradictory or canonical-only, or the pairing is not known.
+            RopeConfigError: a key is unknown, missing, contradictory or canonical-only, or speaks of the rope where
+                nothing reads it; the pairing is not known; or the model, or this layer type, does not rotate, or in a
+                way that no spec describes.
         """
         from polyattn._rope.hf import read
 
-        return read(config, layer_type=layer_type, head_dim=head_dim, interleaved=interleaved, convention=convention)
+        return read(config, layer_type, head_dim, interleaved, convention, max_position)
 
     def to_hf(self, model_type: str) -> dict[str, Any]:
         """Write the rotary keys of a transformers 5 configuration for one model class.
@@ -207,8 +212,9 @@ class RopeSpec:
             model_type: the class that will read them. It fixes the pairing, which the keys do not carry.
 
         Returns:
-            ``model_type``, ``head_dim``, ``max_position_embeddings``, ``rope_parameters`` and, for classes that have
-            the field, ``rope_interleave``. :meth:`from_hf` reads the same spec back.
+            ``model_type``, ``head_dim`` (``qk_rope_head_dim`` for classes with latent attention),
+            ``max_position_embeddings``, ``rope_parameters`` and, for classes that have the field, ``rope_interleave``.
+            :meth:`from_hf` reads the same spec back.
 
         Raises:
             RopeConfigError: the class has the other pairing or is not known, or would not read the same spec.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polyattn._backend import AttentionResult
 from polyattn.testing.case import GRADIENT, Call, Case, Mode, evaluate
+from polyattn.testing.failure import require
 from polyattn.testing.reference import plain_attention, reference_attention, softmax_step
 
 #: A bias below this drowns every score: all that it touches weighs the same, so its size adds no rounding error.
@@ -64,8 +65,8 @@ def assert_within(results: dict[str, Tensor], expected: dict[str, Expected]) -> 
     """
     for name, want in expected.items():
         got = results[name]
-        assert got.shape == want.value.shape, f"{name}: shape {list(got.shape)}, need {list(want.value.shape)}"
-        assert got.dtype is want.dtype, f"{name}: {got.dtype}, need {want.dtype}"
+        require(got.shape == want.value.shape, f"{name}: shape {list(got.shape)}, need {list(want.value.shape)}")
+        require(got.dtype is want.dtype, f"{name}: {got.dtype}, need {want.dtype}")
         error = torch.where(got == want.value, 0, (got.double() - want.value).abs())
         wrong = ~(error <= want.bound)
         if wrong.any():

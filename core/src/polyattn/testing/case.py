@@ -11,6 +11,7 @@ from torch import Tensor
 from polyattn._backend import AttentionResult
 from polyattn._layout import MaskLayout
 from polyattn._request import AttentionRequest
+from polyattn.testing.failure import CheckFailed, require
 
 Call = Callable[..., AttentionResult]
 #: What a tensor's gradient is called among the results.
@@ -108,6 +109,10 @@ class Case:
         named = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias, "sinks": self.sinks}
         return {name: x for name, x in named.items() if x is not None}
 
+    def extras(self) -> dict[str, Tensor]:
+        """The bias and the sinks, where there are any."""
+        return {name: x for name, x in self.tensors().items() if name in {"bias", "sinks"}}
+
     def change(self, **changes: object) -> Case:
         """The case with some attributes replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
@@ -182,22 +187,43 @@ def evaluate(call: Call, case: Case, mode: Mode) -> dict[str, Tensor]:
         ``output``, ``lse`` when asked for, and the gradients that were asked for, by name.
 
     Raises:
-        AssertionError: a result is missing, or the call wrote into its inputs.
+        CheckFailed: something else than a result came back, a result is missing or lies in the memory of an input or of
+            itself, it requires grad where none was asked for, or the call wrote into its inputs.
     """
     inputs = {name: x.detach() for name, x in case.tensors().items()}
-    before = {name: x.clone() for name, x in inputs.items()}
+    given = {**inputs, "the gradient of output": case.grad_output, "the gradient of lse": case.grad_lse}
+    before = {name: x.clone() for name, x in given.items()}
     leaves = {name: x.requires_grad_() for name, x in inputs.items() if mode.grad and name in case.leaves}
     with torch.set_grad_enabled(mode.grad):
         result = call(inputs["q"], inputs["k"], inputs["v"], bias=inputs.get("bias"), sinks=inputs.get("sinks"))
+    if not isinstance(result, AttentionResult):
+        raise CheckFailed(f"attend must return an AttentionResult, got {type(result).__name__}")
     values = {"output": result.output}
     if mode.lse:
-        assert result.lse is not None, "needs_lse was asked for, and lse is None"
+        if result.lse is None:
+            raise CheckFailed("needs_lse was asked for, and lse is None")
         values["lse"] = result.lse
+    for name, x in values.items():
+        _check_memory(name, x, inputs)
+        require(mode.grad or not x.requires_grad, f"{name} requires grad although nothing that went in does")
     if leaves:
         values |= _gradients(values, leaves, case, mode)
-    for name, x in inputs.items():
-        assert torch.equal(x.nan_to_num(), before[name].nan_to_num()), f"attend wrote into {name}"
+    for name, x in given.items():
+        require(torch.equal(x.nan_to_num(), before[name].nan_to_num()), f"attend wrote into {name}")
     return {name: x.detach() for name, x in values.items()}
+
+
+def _check_memory(name: str, x: Tensor, inputs: Mapping[str, Tensor]) -> None:
+    """Whoever changes a result in place must change nothing else."""
+    if not isinstance(x, Tensor):
+        raise CheckFailed(f"{name} must be a tensor, got {type(x).__name__}")
+    if not x.numel():
+        return
+    where = x.untyped_storage().data_ptr()
+    shared = [other for other, y in inputs.items() if y.untyped_storage().data_ptr() == where]
+    require(not shared, f"{name} lies in the memory of {', '.join(shared)}; whoever changes one changes the other")
+    repeated = [size for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and stride == 0]
+    require(not repeated, f"{name} of shape {list(x.shape)} repeats elements: its strides are {list(x.stride())}")
 
 
 def _gradients(values: Mapping[str, Tensor], leaves: Mapping[str, Tensor], case: Case, mode: Mode) -> dict[str, Tensor]:
@@ -205,7 +231,9 @@ def _gradients(values: Mapping[str, Tensor], leaves: Mapping[str, Tensor], case:
     if mode.lse_grad:
         incoming["lse"] = case.grad_lse.to(values["lse"].dtype)
     for name in incoming:
-        assert values[name].requires_grad, f"{name} does not require grad although gradients through it were asked for"
+        require(
+            values[name].requires_grad, f"{name} does not require grad although gradients through it were asked for"
+        )
     gradients = torch.autograd.grad(
         [values[name] for name in incoming], list(leaves.values()), list(incoming.values()), materialize_grads=True
     )

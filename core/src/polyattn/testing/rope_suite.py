@@ -16,6 +16,7 @@ from polyattn._errors import AttentionInputError, RopeConfigError
 from polyattn._registry import rope_variants
 from polyattn._rope import RopeSpec, RopeVariant, RotaryEmbedding, RotaryTables, apply_rotary
 from polyattn._rope.variant import host_frequencies
+from polyattn.testing.failure import require
 
 
 class RopeConformance:
@@ -79,9 +80,9 @@ class RopeConformance:
     def _assert_unharmed(self, embedding: RotaryEmbedding) -> None:
         """It still gives the FP32 tables of a new embedding, to the bit."""
         got, want = self._tables(embedding), self._tables(RotaryEmbedding(self._spec()))
-        assert got.cos.dtype is got.sin.dtype is torch.float32
-        assert torch.equal(got.cos, want.cos)
-        assert torch.equal(got.sin, want.sin)
+        for name, ours, new in (("cos", got.cos, want.cos), ("sin", got.sin, want.sin)):
+            require(ours.dtype is torch.float32, f"{name} must be float32, got {ours.dtype}")
+            require(torch.equal(ours, new), f"{name} differs from that of a new embedding")
 
     def test_frequencies_are_finite_float32_on_the_device_asked_for(self) -> None:
         """FP32 ``[rotary_dim / 2]``, scalings positive, whatever the default device and dtype are."""
@@ -91,7 +92,8 @@ class RopeConformance:
             with torch.device("meta"):
                 host_frequencies(self._rule, spec, length)
             found = self._rule.frequencies(spec, device=torch.device("meta"), length=length)
-            assert found.inv_freq.device.type == "meta"
+            where = found.inv_freq.device
+            require(where.type == "meta", f"inv_freq must be on the device asked for, meta, got {where}")
 
     def test_frequencies_are_a_pure_function(self) -> None:
         """The same spec gives the same bits, before and after other specs; ``pure = False`` says otherwise."""
@@ -101,14 +103,15 @@ class RopeConformance:
         for length in self._lengths(spec):
             first = host_frequencies(self._rule, spec, length)
             host_frequencies(self._rule, other, length)
-            assert host_frequencies(self._rule, spec, length) == first
+            again = host_frequencies(self._rule, spec, length)
+            require(again == first, f"one spec, two answers: {first} and {again}; pure = False says so")
 
     def test_breakpoints_ascend_and_ask_for_a_length(self) -> None:
         """Lengths after which the frequencies change are ascending ints, and a caller must then say the length."""
         spec = self._spec()
         points = self._lengths(spec)[:-1]
-        assert all(isinstance(point, int) and point > 0 for point in points)
-        assert list(points) == sorted(set(map(int, filter(None, points))))
+        whole = [point for point in points if isinstance(point, int) and point > 0]
+        require(list(points) == sorted(set(whole)), f"breakpoints must be ascending positive ints, got {points}")
         with pytest.raises(AttentionInputError, match="length must be"):
             RotaryEmbedding(spec)(torch.tensor([[0]]), length=None if points else 1)
 
@@ -116,8 +119,8 @@ class RopeConformance:
         """Written and read back it is the same value, and no field or parameter may be left out or added."""
         spec = self._spec()
         data = spec.to_dict()
-        assert RopeSpec.from_dict(data) == spec
-        assert hash(RopeSpec.from_dict(data)) == hash(spec)
+        read = RopeSpec.from_dict(data)
+        require((read, hash(read)) == (spec, hash(spec)), f"read back, {spec} is another value: {read}")
         for name in data["parameters"]:
             fewer = {key: value for key, value in data["parameters"].items() if key != name}
             with pytest.raises(RopeConfigError, match=name):
@@ -162,19 +165,21 @@ class RopeConformance:
         with rope_variants.override(rule.name, Counting()):
             embedding = RotaryEmbedding(self._spec())
         built = len(calls)
-        assert built == len(self._lengths(embedding.spec))
+        intervals = len(self._lengths(embedding.spec))
+        require(built == intervals, f"building computed frequencies {built} times for {intervals} intervals of lengths")
         meta = torch.tensor([[3]], device="meta")
         for positions in (None, meta, None, meta):
             self._tables(embedding, positions)
         self._tables(embedding.to(torch.bfloat16))
-        assert len(calls) == built
+        require(len(calls) == built, f"forwards and moves computed frequencies {len(calls) - built} times")
 
     def test_there_is_no_state(self) -> None:
         """No parameter, no buffer, an empty state dict."""
         embedding = RotaryEmbedding(self._spec())
         self._tables(embedding)
-        assert not embedding.state_dict()
-        assert not [*embedding.parameters(), *embedding.buffers()]
+        state = [*embedding.state_dict(), *(name for name, _ in embedding.named_buffers())]
+        state += [name for name, _ in embedding.named_parameters()]
+        require(not state, f"an embedding must hold no state, got {state}")
 
     def test_casts_moves_and_meta_leave_it_unharmed(self) -> None:
         """``bfloat16``, ``half``, ``to("meta")``, ``to_empty``, and construction on the meta device."""
@@ -211,7 +216,7 @@ class RopeConformance:
         q = torch.randn(1, 1, 5, embedding.spec.head_dim, requires_grad=True)
         rotated, _ = apply_rotary(q, q, self._tables(embedding), interleaved=embedding.spec.interleaved)
         rotated.sum().backward()
-        assert q.grad is not None
+        require(q.grad is not None, "no gradient came back through the rotation")
 
     def test_compiles_as_one_graph(self) -> None:
         """``torch.compile(fullgraph=True)``, with the same tables for changing lengths."""
@@ -221,7 +226,8 @@ class RopeConformance:
         length = self._lengths(embedding.spec)[-1]
         for size in (3, 5):
             positions = torch.arange(size)[None]
-            assert torch.equal(compiled(positions, length=length).cos, self._tables(embedding, positions).cos)
+            same = torch.equal(compiled(positions, length=length).cos, self._tables(embedding, positions).cos)
+            require(same, f"the compiled embedding gives other tables for {size} positions")
 
     def test_a_row_is_rotated_the_same_beside_any_other(self) -> None:
         """Nothing depends on other rows or on what was seen before."""
@@ -229,10 +235,11 @@ class RopeConformance:
         short, long = torch.arange(4)[None], torch.arange(100_000, 100_004)[None]
         alone = self._tables(embedding, short).cos
         together = self._tables(embedding, torch.cat((short, long))).cos
-        assert torch.equal(together[:1], alone)
-        assert torch.equal(self._tables(embedding, short).cos, alone)
+        require(torch.equal(together[:1], alone), "a row is rotated otherwise beside a longer one")
+        require(torch.equal(self._tables(embedding, short).cos, alone), "a row is rotated otherwise after a longer one")
 
     def test_layers_of_equal_spec_may_share(self) -> None:
         """A pure variant is shared by spec, an impure one only with itself."""
         first, second = RotaryEmbedding(self._spec()), RotaryEmbedding(dataclasses.replace(self._spec()))
-        assert (first.sharing_key() == second.sharing_key()) == getattr(self._rule, "pure", True)
+        shared, pure = first.sharing_key() == second.sharing_key(), getattr(self._rule, "pure", True)
+        require(shared == pure, f"pure = {pure}, yet embeddings of equal spec {'share' if shared else 'do not share'}")

@@ -22,6 +22,8 @@ REFUSED = "refused properly"
 FAILED = "failed"
 EXPECTED = "expected failure"
 LEFT_OUT = "left out"
+#: How many different reasons a detail lists.
+_SHOWN = 8
 #: Every way in which a check can end.
 STATUSES = (PASSED, REFUSED, FAILED, EXPECTED, LEFT_OUT)
 
@@ -111,8 +113,10 @@ def _status(check: Check, trial: Trial) -> tuple[str, str, Exception | None]:
         return FAILED, str(failure), failure
     except Exception as crash:  # noqa: BLE001 - whatever a backend raises is its failure, and is reported
         return FAILED, "".join(traceback.format_exception_only(crash)).strip(), crash
-    reasons = [str(reason) for reasons in trial.refusals for reason in reasons]
-    refused = "; ".join(dict.fromkeys([*reasons, *trial.notes]))
+    reasons = list(dict.fromkeys([*(str(reason) for reasons in trial.refusals for reason in reasons), *trial.notes]))
+    refused = "; ".join(reasons[:_SHOWN])
+    if len(reasons) > _SHOWN:
+        refused += f"; and {len(reasons) - _SHOWN} more"
     if not trial.honoured:
         return REFUSED, refused, None
     if refused:

@@ -16,6 +16,7 @@ from polyattn._layout import MaskLayout
 from polyattn._request import FEATURES, AttentionRequest, Reason
 from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, INFER_LSE, TRAIN, TRAIN_LSE, Case, Mode, evaluate, make_case
+from polyattn.testing.failure import CheckFailed, require
 from polyattn.testing.layouts import LAYOUTS
 
 #: The dtypes in which a backend is tried, best known numbers first.
@@ -83,6 +84,16 @@ class Trial:
         """A case on the trial's device, in its dtype unless ``kwargs`` say otherwise; see :func:`make_case`."""
         return make_case(layout, **{"dtype": self.dtype, "device": self.device, **kwargs})  # type: ignore[arg-type]
 
+    def featured(self, layout: MaskLayout, **kwargs: object) -> Case:
+        """A case with those of softcap, bias and sinks that the backend does not refuse here."""
+        shape = (1, 1, layout.q_len, layout.kv_len)
+        features: dict[str, object] = {}
+        for name, value in {"softcap": 2.0, "bias": shape, "sinks": True}.items():
+            case = self.case(layout, **{**kwargs, **features, name: value})
+            if not self.backend.unsupported(case.layout, case.request(TRAIN if self.declares("grad") else INFER)):
+                features[name] = value
+        return self.case(layout, **{**kwargs, **features})
+
     def declares(self, feature: str) -> bool:
         """Whether the backend declares the ability; a backend that declares nothing may have any."""
         return self.abilities is None or feature in self.abilities
@@ -103,11 +114,14 @@ class Trial:
         Raises:
             AssertionError: wrong numbers, or a refusal that is not proper.
         """
+        visible = case.visible.clone()
         prepared = self.prepare(case.layout, case.request(mode, **changes))
         if prepared is None:
             return False
         try:
-            assert_within(evaluate(prepared, case, mode), expected_results(case, mode))
+            results = evaluate(prepared, case, mode)
+            require(torch.equal(case.visible, visible), "the backend wrote into the layout")
+            assert_within(results, expected_results(case, mode))
         except AssertionError as error:
             raise AssertionError(f"{mode}, {case}: {error}") from error
         self.honoured += 1
@@ -127,10 +141,14 @@ class Trial:
             return None
         if self.abilities is not None:
             undeclared = [feature for feature in features_of(layout, request) if feature not in self.abilities]
-            assert not undeclared, (
-                f"accepted {', '.join(undeclared)}, which abilities does not list; declare it or refuse it"
+            require(
+                not undeclared,
+                f"accepted {', '.join(undeclared)}, which abilities does not list; declare it or refuse it",
             )
-        return self.backend.prepare(layout, request)
+        prepared = self.backend.prepare(layout, request)
+        if not isinstance(prepared, PreparedAttention):
+            raise CheckFailed(f"prepare must return a PreparedAttention, got {type(prepared).__name__}")
+        return prepared
 
     def must_prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
         """As :meth:`prepare`, but a refusal ends the check.
@@ -168,12 +186,15 @@ class Trial:
 
     def _assert_refuses(self, layout: MaskLayout, request: AttentionRequest, reasons: tuple[Reason, ...]) -> None:
         refusal = raised(UnsupportedAttentionError, lambda: self.backend.prepare(layout, request))
-        assert refusal is not None, f"unsupported gives reasons, yet prepare accepts: {'; '.join(map(str, reasons))}"
-        assert refusal.backend == self.backend.name, (
-            f"the refusal must name '{self.backend.name}', got '{refusal.backend}'"
+        if refusal is None:
+            raise CheckFailed(f"unsupported gives reasons, yet prepare accepts: {'; '.join(map(str, reasons))}")
+        require(
+            refusal.backend == self.backend.name,
+            f"the refusal must name '{self.backend.name}', got '{refusal.backend}'",
         )
-        assert set(refusal.reasons) == set(reasons), (
-            f"prepare must raise the reasons that unsupported gives, got {refusal.reasons} and {reasons}"
+        require(
+            set(refusal.reasons) == set(reasons),
+            f"prepare must raise the reasons that unsupported gives, got {refusal.reasons} and {reasons}",
         )
 
     def _reasons_of_simplest(self, layout: MaskLayout, dtype: torch.dtype) -> tuple[Reason, ...]:
@@ -198,12 +219,13 @@ def assert_reasons(reasons: object) -> None:
     Raises:
         AssertionError: not a tuple of :class:`Reason`, or one lacks code, feature, got or need.
     """
-    assert isinstance(reasons, tuple), f"unsupported must return a tuple of Reason, got {type(reasons).__name__}"
+    if not isinstance(reasons, tuple):
+        raise CheckFailed(f"unsupported must return a tuple of Reason, got {type(reasons).__name__}")
     for reason in reasons:
-        assert isinstance(reason, Reason), f"unsupported must return Reason objects, got {type(reason).__name__}"
+        require(isinstance(reason, Reason), f"unsupported must return Reason objects, got {type(reason).__name__}")
         fields = reason.to_dict()
         empty = [name for name in ("code", "feature", "got", "need") if not fields[name]]
-        assert not empty, f"{reason!r} must say {', '.join(empty)}"
+        require(not empty, f"{reason!r} must say {', '.join(empty)}")
         known = (*FEATURES, *ABSENCES, "options")
-        assert reason.feature in known, f"{reason!r}: feature must be one of {', '.join(known)}"
-        assert json.loads(json.dumps(fields)) == fields, f"{reason!r} must be JSON"
+        require(reason.feature in known, f"{reason!r}: feature must be one of {', '.join(known)}")
+        require(json.loads(json.dumps(fields)) == fields, f"{reason!r} must be JSON")

@@ -19,8 +19,13 @@ from polyattn import (
 )
 from polyattn_online_softmax._ops import online_softmax
 
-_MASKS = ("full", "causal", "window", "padded", "packed", "prefix_lm", "chunked", "active_queries")
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_ABILITIES = frozenset(
+    (
+        *("float64", "float32", "bfloat16", "float16"),
+        *("full", "causal", "window", "padded", "packed", "prefix_lm", "chunked", "active_queries"),
+        *("gqa", "unequal_width", "sinks", "lse", "lse_grad", "grad", "deterministic"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +67,7 @@ class OnlineSoftmaxBackend(BackendBase):
 
     name = "online_softmax"
     api_version = 1
-    abilities = frozenset(
-        {*_DTYPES, *_MASKS, "gqa", "unequal_width", "sinks", "lse", "lse_grad", "grad", "deterministic"}
-    )
+    abilities = _ABILITIES
     Options = Options
 
     def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:

@@ -20,21 +20,28 @@ from polyattn import (
     UnsupportedAttentionError,
 )
 from polyattn_transformers._backends import loaded
-from polyattn_transformers._documents import Segments, explicit
+from polyattn_transformers._documents import SEGMENTS, Segments
 from polyattn_transformers._layout_mask import LayoutMask, with_own_window
+from polyattn_transformers._packing import PackedMask, check_size
 
-_SEGMENTS = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
-#: What models hand down to every layer and what no attention depends on, or what stands elsewhere already: the longest
-#: document in the offsets, the cache in the keys.
+#: What models hand down to every layer and what no attention depends on: it concerns what comes before the layers or
+#: after them, or stands elsewhere already, as the longest document in the offsets and the cache in the keys.
 _INERT = frozenset(
     {
         "cache_position",
+        "image_sizes",
+        "labels",
+        "logits_to_keep",
         "max_length_k",
         "max_length_q",
         "num_items_in_batch",
         "output_hidden_states",
         "output_router_logits",
+        "return_dict",
+        "shift_labels",
         "use_cache",
+        "vision_feature_layer",
+        "vision_feature_select_strategy",
     }
 )
 
@@ -103,7 +110,7 @@ def attention_forward(
                 )
             ],
         )
-    segments: Segments = {name: kwargs.pop(name, None) for name in _SEGMENTS}
+    segments: Segments = {name: kwargs.pop(name, None) for name in SEGMENTS}
     if unknown := sorted(name for name, given in kwargs.items() if name not in _INERT and _is_set(given)):
         raise AttentionInputError(
             f"{type(module).__name__} passed {', '.join(unknown)} to its attention, which polyattn does not know and "
@@ -130,13 +137,23 @@ def attention_forward(
         deterministic=True if deterministic else None,
     )
     chosen = loaded(polyattn_backend)
+    if isinstance(attention_mask, PackedMask):
+        causal = _causality(module, is_causal, query.shape[2])
+        check_size(attention_mask, query.shape[0], query.shape[2], key.shape[2])
+        attention_mask = LayoutMask(
+            attention_mask.layout(causal=causal),
+            batch=query.shape[0],
+            live=attention_mask.live,
+            documents=(attention_mask.name, attention_mask.documents),
+        )
     if isinstance(attention_mask, LayoutMask):
+        _check_fit(module, attention_mask.layout, query.shape[2], key.shape[2])
         prepared = attention_mask.prepare(
             chosen, request, window=sliding_window, position_ids=position_ids, segments=segments
         )
     elif attention_mask is None:
         causal = _causality(module, is_causal, query.shape[2])
-        prepared = _without_mask(chosen, request, causal, sliding_window, query, key, segments)
+        prepared = _without_mask(chosen, request, causal, sliding_window, query, key, position_ids, segments)
     else:
         raise LayoutError(
             f"attention_mask must be a tensor or what polyattn's mask function returned, got "
@@ -169,6 +186,15 @@ def _from_tensor(mask: Tensor, query: Tensor, key: Tensor, bias: Tensor | None) 
     return LayoutMask(MaskLayout.full(q_len, kv_len), batch=batch), mask if bias is None else bias + mask
 
 
+def _check_fit(module: nn.Module, layout: MaskLayout, q_len: int, kv_len: int) -> None:
+    if (layout.q_len, layout.kv_len) != (q_len, kv_len):
+        raise LayoutError(
+            f"the mask of {type(module).__name__} is for {layout.q_len} queries and {layout.kv_len} keys, but it has "
+            f"{q_len} and {kv_len}; give an attention_mask [B, K] with one entry for each token, or choose "
+            "transformers' own attn_implementation for a model that joins keys of its own to those of the tokens"
+        )
+
+
 def _causality(module: nn.Module, is_causal: bool | None, q_len: int) -> bool:
     own = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if own is None and q_len != 1:
@@ -186,13 +212,16 @@ def _without_mask(
     window: int | None,
     query: Tensor,
     key: Tensor,
+    position_ids: Tensor | None,
     segments: Segments,
 ) -> PreparedAttention:
-    """What a layer without a mask asks for. Sizes decide all of it, so equal layers share it across forwards."""
+    """What a layer without a mask asks for. Without documents sizes decide all of it, so equal layers share it."""
     q_len, kv_len = query.shape[2], key.shape[2]
-    if explicit(segments, request.batch, q_len, kv_len) is not None:
+    if position_ids is not None or any(value is not None for value in segments.values()):
         mask = LayoutMask(_bare(causal, window, q_len, kv_len), batch=request.batch)
-        return mask.prepare(backend, request, window=None, position_ids=None, segments=segments)
+        layout = mask.narrow(request.batch, None, position_ids, segments)
+        if layout is not mask.layout:
+            return mask.scope.prepare(backend, request, layout=layout)
     if torch.compiler.is_compiling() or type(query) is not Tensor:
         return backend.prepare(_bare(causal, window, q_len, kv_len), request)
     return prepared_once(backend, request, causal, window, q_len, kv_len)  # type: ignore[arg-type]  # a backend is a value

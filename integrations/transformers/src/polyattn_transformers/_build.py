@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
-from polyattn_transformers._documents import readable
+from polyattn_transformers._documents import ranks, readable
 from polyattn_transformers._pattern import MaskFunction, Pattern
+
+#: The conditions of a pattern that :func:`layout_of` can express.
+_HANDLED = frozenset(("causal", "window", "chunk", "valid", "documents", "blocks", "opaque"))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +81,7 @@ def layout_of(pattern: Pattern, span: Span, padding: Tensor | None) -> MaskLayou
         padding: ``Bool[B, K]`` over the keys of the call, True where a token is, or ``None``.
     """
     blocks = None if pattern.blocks is None else _block_positions(pattern.blocks, pattern.documents)
-    if pattern.blocks is not None and blocks is None:
+    if not pattern.given() <= _HANDLED or (pattern.blocks is not None and blocks is None):
         # Blocks that are not runs, or whose values nobody may read here, have no structured form.
         pattern = Pattern.unread(pattern.function)
     q_positions, kv_positions = _positions(pattern, span, blocks)
@@ -109,6 +112,9 @@ def layout_of(pattern: Pattern, span: Span, padding: Tensor | None) -> MaskLayou
 def _positions(pattern: Pattern, span: Span, blocks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     if blocks is not None:
         return span.queries("block_sequence_ids", blocks), span.keys("block_sequence_ids", blocks)
+    if pattern.chunk is not None and pattern.documents is not None:
+        counted = ranks(pattern.documents)  # in every document from its first token, as when it is alone
+        return span.queries("packed sequence mask", counted), span.keys("packed sequence mask", counted)
     if pattern.chunk is not None:
         # Chunks are counted from the first token of a row, so the positions are absolute and shifted by its padding.
         start = pattern.chunk[1].to(span.device)[:, None]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
 
-#: What a layer's keyword arguments ``segment_ids``, ``seq_idx``, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` hold.
+#: Keyword arguments that say outright where documents lie.
+SEGMENTS = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
+#: What the keyword arguments ``segment_ids``, ``seq_idx``, ``cu_seq_lens_q`` and ``cu_seq_lens_k`` hold.
 Segments = dict[str, Tensor | None]
 
 
@@ -56,6 +58,87 @@ def explicit(segments: Segments, batch: int, q_len: int, kv_len: int) -> tuple[s
     for other in found[1:]:
         check_agree((found[0][0], other[0]), found[0][1], other[1], None)
     return found[0] if found else None
+
+
+def from_mask(mask: Tensor, length: int) -> tuple[Tensor | None, Tensor | None]:
+    """What a two-dimensional attention mask of the caller says about the tokens of a call.
+
+    Args:
+        mask: ``[B, K]`` with 1 where a token is and 0 for padding; integers may also number documents from 1.
+        length: number of tokens of the call, the last ones of K.
+
+    Returns:
+        ``Bool[B, Q]``, which tokens are not padding, or ``None`` where all are or nobody may look; and ``Int[B, K]``,
+        the documents, if there is more than one number.
+
+    Raises:
+        LayoutError: other values, which transformers would read as a token where padding is meant, or the reverse.
+    """
+    if mask.dim() != 2 or not mask.numel():
+        return None, None
+    live = mask[:, -length:].bool() if mask.shape[1] >= length else None
+    if mask.dtype is torch.bool:
+        return live, None
+    if not readable(mask):
+        if torch.compiler.is_compiling():
+            plain = ((mask == 0) | (mask == 1)).all()
+            text = (
+                "attention_mask [B, K] must hold 0 and 1 in a compiled model; documents go into segment_ids or packed"
+            )
+            torch._assert_async(plain, text)  # noqa: SLF001
+        return live, None
+    if length == 1 and mask.device.type != "cpu":
+        return live, None  # a wait for each token would cost more than the rest
+    if mask.dtype.is_floating_point:
+        if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any()):
+            low, high = (float(value) for value in mask.aminmax())
+            raise LayoutError(
+                f"attention_mask [B, K] must hold 1 where a token is and 0 for padding, got {mask.dtype} with values "
+                f"from {low:g} to {high:g}; of a mask that is added to the scores pass (mask == 0)"
+            )
+        return live, None
+    low, high = (int(value) for value in mask.aminmax())
+    if low < 0:
+        raise LayoutError(
+            f"attention_mask [B, K] must hold 0 for padding and 1, or the number of its document, where a token is, "
+            f"got {low}; say where documents lie with segment_ids= or polyattn_transformers.packed(...)"
+        )
+    if high <= 1:
+        return live, None
+    if mask.shape[1] != length:
+        raise LayoutError(
+            f"attention_mask numbers several documents over {mask.shape[1]} tokens, but the call has {length}; pack "
+            "into a forward without earlier tokens"
+        )
+    return (None if low > 0 else live), mask
+
+
+def check_positions(position_ids: Tensor, batch: int, length: int) -> None:
+    """Refuse position ids that are not one integer for each token of the call.
+
+    Raises:
+        LayoutError: a floating dtype, or another number of rows or tokens.
+    """
+    if position_ids.dtype.is_floating_point:
+        raise LayoutError(
+            f"position_ids must be integers, got {position_ids.dtype}, which cannot tell high positions apart; "
+            "call .long() where they are made"
+        )
+    shape = list(position_ids.shape)
+    if shape[-1] != length or (len(shape) == 2 and shape[0] not in (1, batch)):
+        raise LayoutError(
+            f"position_ids must be [B, K] with one position per token of {batch} rows of {length}, got {shape}"
+        )
+
+
+def ranks(documents: Tensor) -> Tensor:
+    """How many earlier tokens of its row each token shares its document with, ``Int[B, K]``."""
+    order = documents.argsort(dim=1, stable=True)
+    ordered = documents.gather(1, order)
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(order)
+    starts = torch.cat([torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered.diff(dim=1) != 0], 1)
+    rank = index - torch.where(starts, index, 0).cummax(1).values
+    return torch.empty_like(rank).scatter_(1, order, rank)
 
 
 def segmented(q_ids: Tensor, kv_ids: Tensor) -> MaskLayout:

@@ -6,10 +6,12 @@ what a backend prepared: once per forward and kind of layer, whatever the number
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import SequenceKey, register_pytree_node
 
 from polyattn import (
     AttentionBackend,
@@ -35,7 +37,11 @@ class LayoutMask(NoTensor):
         batch: batch rows of the forward; the layout may have one row for all.
         live: ``Bool[B|1, Q]``, the queries that are no padding, or ``None``: all, as far as is known.
         documents: who described the documents that the layout keeps apart, and ``Int[B|1, Q]``, where they lie.
+        refusal: what a layer that attends by this mask is told.
     """
+
+    # No __dict__: exporters of transformers cast whatever they find in one, and layouts do not change.
+    __slots__ = ("_moved", "_narrowed", "batch", "documents", "layout", "live", "refusal", "scope")
 
     dtype = torch.bool
     ndim = 4
@@ -52,11 +58,13 @@ class LayoutMask(NoTensor):
         batch: int,
         live: Tensor | None = None,
         documents: tuple[str, Tensor] | None = None,
+        refusal: str | None = None,
     ) -> None:
         self.layout = layout
         self.batch = batch
         self.live = live
         self.documents = documents
+        self.refusal = refusal
         self.scope = AttentionScope(layout)
         self._narrowed: list[tuple[int | None, tuple[object, ...], MaskLayout]] = []
         self._moved: dict[torch.device, LayoutMask] = {}
@@ -90,6 +98,7 @@ class LayoutMask(NoTensor):
                 batch=self.batch,
                 live=None if self.live is None else self.live.to(target),
                 documents=None if self.documents is None else (self.documents[0], self.documents[1].to(target)),
+                refusal=self.refusal,
             )
         return self._moved[target]
 
@@ -113,35 +122,31 @@ class LayoutMask(NoTensor):
         """
         if torch.compiler.is_compiling():
             # Nothing may be kept across a traced region; equal preparations are merged by the compiler.
-            return backend.prepare(self._narrow(request.batch, window, position_ids, segments), request)
+            return backend.prepare(self.narrow(request.batch, window, position_ids, segments), request)
         evidence = (position_ids, *segments.values())
         for known_window, known_evidence, layout in self._narrowed:
             if known_window == window and all(a is b for a, b in zip(known_evidence, evidence, strict=True)):
                 return self.scope.prepare(backend, request, layout=layout)
-        layout = self._narrow(request.batch, window, position_ids, segments)
+        layout = self.narrow(request.batch, window, position_ids, segments)
         self._narrowed.append((window, evidence, layout))
         return self.scope.prepare(backend, request, layout=layout)
 
-    def _narrow(self, batch: int, window: int | None, position_ids: Tensor | None, segments: Segments) -> MaskLayout:
+    def narrow(self, batch: int, window: int | None, position_ids: Tensor | None, segments: Segments) -> MaskLayout:
         """The layout with the layer's window and with documents that were described elsewhere than in the mask."""
+        if self.refusal is not None:
+            raise LayoutError(self.refusal)
         layout = with_own_window(self.layout, window)
         q_len, kv_len = layout.q_len, layout.kv_len
-        explicit = _documents.explicit(segments, batch, q_len, kv_len)
-        inferred = None
-        # Without mask and cache, transformers has read the positions itself, and its reading holds.
-        read = self.documents is not None and self.documents[0] == "position_ids"
-        if not read and position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == q_len > 1:
-            inferred = _documents.from_positions(position_ids, self.live, batch)
+        found = _documents.explicit(segments, batch, q_len, kv_len)
         if self.documents is not None:
-            # The mask keeps documents apart already; what else is said about them must agree.
-            name, ids = self.documents
-            if explicit is not None:
-                _documents.check_agree((name, explicit[0]), ids, explicit[1], self.live)
-            if inferred is not None:
-                _documents.check_agree((name, "position_ids"), ids, inferred, self.live)
+            if found is not None:
+                _documents.check_agree((self.documents[0], found[0]), self.documents[1], found[1], self.live)
             return layout
-        if explicit is not None:
-            name, q_ids, kv_ids = explicit
+        inferred = None
+        if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == q_len > 1:
+            inferred = _documents.from_positions(position_ids, self.live, batch)
+        if found is not None:
+            name, q_ids, kv_ids = found
             _documents.check_whole(name, q_ids, self.live)
             if inferred is not None:
                 _documents.check_agree((name, "position_ids"), q_ids, inferred, self.live)
@@ -157,6 +162,26 @@ class LayoutMask(NoTensor):
 
     def __repr__(self) -> str:
         return f"LayoutMask({self.layout.describe()})"
+
+
+def _to_tensors(mask: LayoutMask) -> tuple[list[Tensor], None]:
+    """As an input of an exported program, a mask is ``Bool[B, 1, Q, K]``."""
+    dense = mask.layout.to_dense(mask.layout.device)
+    return [dense.expand(mask.batch, -1, -1, -1)], None
+
+
+def _from_tensors(tensors: Iterable[Any], _: None) -> LayoutMask:
+    (dense,) = tensors
+    return LayoutMask(MaskLayout.dense(dense), batch=dense.shape[0])
+
+
+register_pytree_node(
+    LayoutMask,
+    _to_tensors,
+    _from_tensors,
+    serialized_type_name="polyattn_transformers.LayoutMask",
+    flatten_with_keys_fn=lambda mask: ([(SequenceKey(0), _to_tensors(mask)[0][0])], None),
+)
 
 
 def with_own_window(layout: MaskLayout, window: int | None) -> MaskLayout:

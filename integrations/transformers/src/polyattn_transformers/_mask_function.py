@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def layout_mask(
     Raises:
         LayoutError: a mask of another rank or size than the call's, or packed documents that do not fit it.
     """
-    if unknown := kwargs.keys() - _UNUSED:
+    if unknown := [name for name in kwargs if name not in _UNUSED]:  # no set of keys: Dynamo of torch 2.10
         raise LayoutError(f"unknown arguments of a mask: {', '.join(sorted(unknown))}; they would be ignored")
     if isinstance(attention_mask, LayoutMask):
         return _handed_back(attention_mask, q_length, kv_length)
@@ -60,12 +61,14 @@ def layout_mask(
     pattern = read_pattern(mask_function)
     if isinstance(attention_mask, PackedMask):
         return _packed_mask(attention_mask, pattern, span)
+    if pattern.causal:
+        _check_length(attention_mask, span)
     padding, live = _padding(attention_mask, span)
     layout = layout_of(pattern, span, padding)
     documents = None
     if pattern.documents is not None:
         documents = ("position_ids", span.queries("packed sequence mask", pattern.documents))
-    return LayoutMask(layout, batch=batch_size, live=live, documents=documents)
+    return LayoutMask(layout, batch=batch_size, live=live, documents=documents, refusal=pattern.refusal)
 
 
 def _handed_back(mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
@@ -80,11 +83,28 @@ def _handed_back(mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
 def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask:
     check_size(packed, span.batch, span.q_len, span.kv_len)
     packed = packed.to(span.device)
-    simple = not (pattern.chunk or pattern.valid or pattern.opaque) and pattern.blocks is pattern.documents is None
-    layout = packed.layouts[pattern.causal and simple].with_window(pattern.window if simple else None)
-    if not simple:
-        layout = layout & layout_of(pattern, span, None)
-    return LayoutMask(layout, batch=span.batch, documents=("packed documents", packed.documents))
+    documents = (packed.name, packed.documents)
+    given = pattern.given()
+    if given <= {"causal", "window"}:
+        layout = packed.layout(causal=pattern.causal).with_window(pattern.window)
+    elif "chunk" in given:
+        layout = layout_of(dataclasses.replace(pattern, documents=packed.documents), span, packed.live)
+    else:
+        layout = packed.layout(causal=False) & layout_of(pattern, span, None)
+    return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents, refusal=pattern.refusal)
+
+
+def _check_length(attention_mask: Tensor | None, span: Span) -> None:
+    """Refuse a causal mask of the caller that does not say of every new token whether it is padding."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2 or isinstance(span.q_offset, Tensor):
+        return
+    found, earlier = attention_mask.shape[1], span.q_offset
+    without_cache = earlier == 0 and found == span.kv_len
+    if found < earlier + span.q_len or (without_cache and found != span.q_len):
+        raise LayoutError(
+            f"attention_mask must be [B, K] with one entry for each of {earlier} cached and {span.q_len} new tokens, "
+            f"got {found} entries"
+        )
 
 
 def _padding(attention_mask: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor | None]:

@@ -15,6 +15,8 @@ class NoTensor:
         cure: what to do, after the colon.
     """
 
+    __slots__ = ()
+
     what: ClassVar[str]
     cure: ClassVar[str]
 
@@ -31,6 +33,13 @@ class NoTensor:
 
     __hash__ = object.__hash__
 
+    def _operate(self, *_: object) -> NoReturn:
+        raise TypeError(self._refusal("cannot be computed with"))
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operate
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __neg__ = _operate
+    __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = __float__ = __int__ = _operate
+
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
         """Refuse every function of torch."""
@@ -38,4 +47,4 @@ class NoTensor:
 
     @classmethod
     def _refusal(cls, fact: str) -> str:
-        return f"{cls.what} is no tensor and {fact}: {cls.cure}"
+        return f"{cls.what} is not a tensor and {fact}: {cls.cure}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyattn import LayoutError, MaskLayout
+from polyattn import LayoutError, MaskLayout, StructuredMask
+from polyattn_transformers._documents import ranks
 from polyattn_transformers._no_tensor import NoTensor
 
 Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -47,16 +48,22 @@ def packed(
         "document_ids": document_ids,
         "position_ids": position_ids,
     }
-    mask = PackedMask(MaskLayout.packed(lengths, **ways, causal=True))
+    causal = MaskLayout.packed(lengths, **ways, causal=True)
+    visibility: Any = causal.visibility
+    mask = PackedMask(visibility.q_segments, layouts={True: causal})
     mask = mask if target is None else mask.to(target)
-    return {"attention_mask": mask, "position_ids": _positions(mask.documents)}
+    mask.layout(causal=False)  # both ahead of the forward, which may be traced
+    return {"attention_mask": mask, "position_ids": mask.positions}
 
 
 class PackedMask(NoTensor):
-    """Packed documents in the place of an ``attention_mask``; made by :func:`packed`.
+    """Packed documents in the place of an ``attention_mask``; made by :func:`packed`, or from what else describes them.
 
-    Attributes:
-        layouts: the mask of the documents by whether it is causal, made ahead of the forward.
+    Args:
+        documents: ``Int[B|1, K]``, one number per document.
+        live: ``Bool[B|1, K]``, the tokens that are not padding; ``None``: all.
+        name: how what described them is called in messages.
+        layouts: what is known already of :meth:`layout`.
     """
 
     dtype = torch.bool
@@ -64,16 +71,46 @@ class PackedMask(NoTensor):
     what = "a PackedMask"
     cure = (
         "only attention of polyattn reads it (attn_implementation='polyattn_...' or polyattn_transformers.use), and "
-        "generation takes no packed prompts; elsewhere, pass position_ids that restart with each document and no "
-        "attention_mask"
+        "generation takes no packed prompts; elsewhere, give each document a row of its own, with padding"
     )
 
-    def __init__(self, causal: MaskLayout, full: MaskLayout | None = None) -> None:
-        visibility: Any = causal.visibility
-        if full is None:
-            full = MaskLayout.packed(document_ids=visibility.q_segments, causal=False)
-        self.layouts = {True: causal, False: full}
-        self.documents: Tensor = visibility.q_segments
+    def __init__(
+        self,
+        documents: Tensor,
+        live: Tensor | None = None,
+        *,
+        name: str = "packed documents",
+        layouts: dict[bool, MaskLayout] | None = None,
+    ) -> None:
+        self.documents = documents if live is None else _apart_from_padding(documents, live)
+        self.live = live
+        self.name = name
+        self._layouts = layouts or {}
+        self._positions: Tensor | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """How many earlier tokens of its row each token shares its document with, ``Int[B|1, K]``."""
+        if self._positions is None:
+            self._positions = ranks(self.documents)
+        return self._positions
+
+    def layout(self, *, causal: bool) -> MaskLayout:
+        """Who sees whom in attention that is causal or sees both ways; made once."""
+        if causal not in self._layouts:
+            ids, length = self.documents, self.documents.shape[1]
+            mask = StructuredMask(causal=causal, q_segments=ids, kv_segments=ids, kv_valid=self.live)
+            self._layouts[causal] = MaskLayout(length, length, visibility=mask)
+        return self._layouts[causal]
+
+    def lengths(self) -> list[int]:
+        """How many tokens the documents have, in rising order."""
+        rows = self.documents if self.live is None else self.documents.expand_as(self.live)
+        found: set[int] = set()
+        for index, row in enumerate(rows):
+            tokens = row if self.live is None else row[self.live[index]]
+            found.update(tokens.unique(return_counts=True)[1].tolist())
+        return sorted(found)
 
     @property
     def shape(self) -> torch.Size:
@@ -89,21 +126,32 @@ class PackedMask(NoTensor):
         """2, as of a padding mask."""
         return self.ndim
 
+    def view(self, *_: int) -> PackedMask:
+        """The mask itself: models ask for ``[B, K]``."""
+        return self
+
     def to(self, device: torch.device | str | None = None, *_: Any, **__: Any) -> PackedMask:
         """The mask on ``device``; a dtype, which transformers asks for too, changes nothing."""
         if device is None or not isinstance(device, (str, torch.device)) or torch.device(device) == self.device:
             return self
-        return PackedMask(self.layouts[True].to(device), self.layouts[False].to(device))
+        layouts = {causal: layout.to(device) for causal, layout in self._layouts.items()}
+        moved = PackedMask(self.documents.to(device), name=self.name, layouts=layouts)
+        moved.live = None if self.live is None else self.live.to(device)
+        return moved
 
-    def cumsum(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse what a model with chunked attention asks of a padding mask."""
-        raise LayoutError(
-            "a model with chunked attention takes no packed documents: its chunks count from the start of the row, not "
-            "of each document, so a packed document would not get the numbers that it gets alone; pad the documents"
-        )
+    def cumsum(self, *_: Any, **__: Any) -> Tensor:
+        """The count of tokens, ``Int[B|1, K]``; chunks count from the first token of each document, not of the row."""
+        return torch.ones_like(self.documents).cumsum(1)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse every function of torch but the zeros that transformers compares the count of tokens with."""
+        if function is torch.zeros_like:
+            return torch.zeros_like(args[0].documents)
+        return super().__torch_function__(function, types, args, kwargs)
 
     def __repr__(self) -> str:
-        return f"PackedMask({self.layouts[True].describe()})"
+        return f"PackedMask({self.layout(causal=True).describe()})"
 
 
 def check_size(mask: PackedMask, batch: int, q_len: int, kv_len: int) -> None:
@@ -133,11 +181,9 @@ def _device(device: torch.device | str) -> torch.device:
         raise LayoutError(text) from error
 
 
-def _positions(documents: Tensor) -> Tensor:
-    """How many earlier tokens of its row each token shares its document with, ``Int[B, K]``."""
-    order = documents.argsort(dim=1, stable=True)
-    ordered = documents.gather(1, order)
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(order)
-    starts = torch.cat([torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered.diff(dim=1) != 0], 1)
-    rank = index - torch.where(starts, index, 0).cummax(1).values
-    return torch.empty_like(rank).scatter_(1, order, rank)
+def _apart_from_padding(documents: Tensor, live: Tensor) -> Tensor:
+    """Documents with odd numbers, and padding with the even number behind the document before it."""
+    rows = max(len(documents), len(live))
+    documents, live = documents.expand(rows, -1), live.expand(rows, -1)
+    before = torch.where(live, documents, -1).cummax(1).values
+    return torch.where(live, documents * 2 + 1, before * 2 + 2)

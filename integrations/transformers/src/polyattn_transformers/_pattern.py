@@ -33,6 +33,7 @@ class Pattern:
         documents: ``Int[B, L]`` over absolute indices; query and key must be of one document.
         blocks: ``Int[B, L]`` over absolute indices; tokens with one number >= 0 see each other. Comes with ``causal``.
         opaque: functions that are not recognised.
+        refusal: why no layer can attend by this; models make masks for kinds of layers that they do not have.
     """
 
     function: MaskFunction
@@ -43,6 +44,12 @@ class Pattern:
     documents: Tensor | None = None
     blocks: Tensor | None = None
     opaque: tuple[MaskFunction, ...] = ()
+    refusal: str | None = None
+
+    def given(self) -> frozenset[str]:
+        """The conditions that are there, by name."""
+        fields = (field for field in dataclasses.fields(self) if field.name not in {"function", "refusal"})
+        return frozenset(field.name for field in fields if getattr(self, field.name) is not field.default)
 
     @classmethod
     def unread(cls, function: MaskFunction) -> Pattern:
@@ -56,6 +63,8 @@ def read_pattern(function: MaskFunction) -> Pattern:
     found: dict[str, list[Any]] = {}
     for kind, value in terms:
         found.setdefault(kind, []).append(value)
+    if "refusal" in found:
+        return Pattern(function, refusal=found["refusal"][0])
     causal = "causal" in found
     windows = found.get("within", [])
     # The causal window is one-sided: only together with the causal rule is it a rule about distance.
@@ -122,23 +131,32 @@ def _cells(function: MaskFunction) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, closure, strict=True)}
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and value >= 1
-
-
 def _behind(cells: dict[str, Any]) -> Term | None:
-    size = cells["sliding_window"]
-    return ("behind", size) if _positive(size) else None
+    return _sized("behind", "sliding_window", cells["sliding_window"], 1)
 
 
 def _within(cells: dict[str, Any]) -> Term | None:
-    size = cells["sliding_window"]  # inclusive: distance <= size
-    return ("within", size + 1) if isinstance(size, int) and size >= 0 else None
+    # Inclusive: distance <= size.
+    return _sized("within", "sliding_window", cells["sliding_window"], 0, lambda size: size + 1)
 
 
 def _chunk(cells: dict[str, Any]) -> Term | None:
-    size, start = cells["chunk_size"], cells["left_padding"]
-    return ("chunk", (size, start)) if _positive(size) else None
+    start = cells["left_padding"]
+    return _sized("chunk", "attention_chunk_size", cells["chunk_size"], 1, lambda size: (size, start))
+
+
+def _sized(
+    kind: str, name: str, size: object, least: int, meant: Callable[[int], Any] = lambda size: size
+) -> Term | None:
+    """A window or chunk of the model's configuration; ``None`` if its size is not a number known here."""
+    if not isinstance(size, int):
+        return None
+    if size < least:
+        return "refusal", (
+            f"{name} must be at least {least}, or None where nothing is cut off, got {size} in the model's config, "
+            f"which would leave no key to see; set config.{name} = None"
+        )
+    return kind, meant(size)
 
 
 def _code(factory: Callable[..., Any], *arguments: Any) -> CodeType:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import re
 import reprlib
-import sys
 from collections.abc import Iterator, Mapping
-from types import FunctionType
 from typing import Any, TypeVar
 
 import transformers
@@ -17,8 +13,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from polyattn import ConfigError
+from polyattn_transformers import _gate
 from polyattn_transformers._attention import attention_forward, prepared_once
 from polyattn_transformers._backends import PREFIX, forget, installed, load
+from polyattn_transformers._fitness import attentions_of, obstacle
 from polyattn_transformers._mask_function import layout_mask
 from polyattn_transformers._versions import check_version
 
@@ -46,6 +44,7 @@ def register(*, allow_untested: bool = False) -> tuple[str, ...]:
     prepared_once.cache_clear()
     implementations = tuple(_add(name) for name in installed())
     PreTrainedModel.get_correct_attn_implementation = _check_implementation  # type: ignore[method-assign]
+    _gate.install()
     return implementations
 
 
@@ -76,7 +75,7 @@ def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Mo
         register()
     implementation = _add(load(name, options))
     configs = list(_configs(model))
-    followers, strangers = _attentions(model)
+    followers, strangers = attentions_of(model)
     if not configs or not (followers or strangers):
         raise ConfigError(
             f"model must be or contain a transformers model with attention layers, got {type(model).__name__}"
@@ -86,6 +85,9 @@ def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Mo
             f"{type(model).__name__} cannot run on {implementation}, because these modules attend without "
             f"transformers' attention interface: {', '.join(strangers)}; switch the submodels that do use it one by one"
         )
+    for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
+        if (reason := obstacle(type(part), part.config)) is not None:
+            raise ConfigError(f"{type(model).__name__} cannot run on {implementation}: {type(part).__name__} {reason}")
     if any(getattr(config, "output_attentions", False) for config in configs):
         raise ConfigError(
             "the model's config has output_attentions=True, which no polyattn backend can serve; set it to False, or "
@@ -132,22 +134,11 @@ def _check_implementation(self: PreTrainedModel, requested_attention: str | None
         checked: str = _check_of_transformers(self, requested_attention, is_init_check)
         return checked
     name = load(requested_attention)
-    if not _reaches_interface(type(self)):
+    if (reason := obstacle(type(self), self.config)) is not None:
         raise ConfigError(
-            f"attn_implementation={requested_attention!r} cannot serve {type(self).__name__}, whose attention does "
-            "not go through transformers' attention interface; it runs with attn_implementation='eager' only"
+            f"attn_implementation={requested_attention!r} cannot serve {type(self).__name__}, which {reason}"
         )
     return _add(name)
-
-
-def _reaches_interface(model: type[PreTrainedModel]) -> bool:
-    """Whether attention classes in the module that defines a model class use the interface, if there are any."""
-    module = sys.modules.get(model.__module__)
-    if module is None:
-        return True
-    classes = [value for value in vars(module).values() if inspect.isclass(value)]
-    attentions = [value for value in classes if value.__module__ == module.__name__ and _attends(value)]
-    return not attentions or any(_uses_interface(value) for value in attentions)
 
 
 def _configs(model: nn.Module) -> Iterator[PretrainedConfig]:
@@ -163,28 +154,3 @@ def _configs(model: nn.Module) -> Iterator[PretrainedConfig]:
         yield config
         parts = (getattr(config, name, None) for name in config.sub_configs)
         todo += [part for part in parts if isinstance(part, PretrainedConfig)]
-
-
-def _attentions(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the attention layers that ask transformers' interface, and of those that attend by themselves.
-
-    An attention class with another one inside is a wrapper and belongs to neither.
-    """
-    found = {name: module for name, module in model.named_modules() if _attends(type(module))}
-    wrappers = {
-        outer for outer in found for name in found if name != outer and name.startswith(f"{outer}." if outer else "")
-    }
-    layers = {name: type(module) for name, module in found.items() if name not in wrappers}
-    followers = [name for name, kind in layers.items() if _uses_interface(kind)]
-    return followers, [f"{name} ({kind.__name__})" for name, kind in layers.items() if name not in followers]
-
-
-def _attends(kind: type[Any]) -> bool:
-    """Whether a class looks like softmax attention; linear attention has no mask and no backend."""
-    name = kind.__name__
-    return issubclass(kind, nn.Module) and "Attention" in name and not re.search(r"Linear|Lightning|Output|Pool", name)
-
-
-def _uses_interface(kind: type[Any]) -> bool:
-    functions = [value for base in kind.__mro__ for value in vars(base).values() if isinstance(value, FunctionType)]
-    return any("ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(function).__code__.co_names for function in functions)

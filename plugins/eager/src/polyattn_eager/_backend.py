@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyattn import AttentionRequest, AttentionResult, BackendBase, MaskLayout, PreparedAttention
-from polyattn._request import FEATURES
+
+ABILITIES = frozenset(
+    (
+        *("float64", "float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm"),
+        *("chunked", "positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width"),
+        *("bias", "bias_grad", "softcap", "sinks", "lse", "lse_grad", "grad", "dropout", "deterministic"),
+        "second_order",
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +59,7 @@ class EagerBackend(BackendBase):
     """The backend ``eager``: on ordinary rows bit-equal to the eager attention of transformers."""
 
     name = "eager"
-    abilities = frozenset(FEATURES)
+    abilities = ABILITIES
 
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> EagerState:
         """Materialise the mask."""
@@ -82,6 +90,9 @@ class EagerBackend(BackendBase):
         k, v = (_seen_and_repeated(x, blocked.keys, request.group) for x in (k, v))
         assert request.scale is not None
         scores = torch.matmul(q, k.transpose(-2, -1)) * request.scale
+        if q.dtype is torch.float16:  # the product may overflow where the score does not
+            scaled_first = torch.matmul(q * request.scale, k.transpose(-2, -1))
+            scores = torch.where(scores.isfinite(), scores, scaled_first)
         if request.softcap is not None:
             scores = torch.tanh(scores / request.softcap) * request.softcap
         if bias is not None:

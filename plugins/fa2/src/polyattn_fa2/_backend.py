@@ -18,20 +18,13 @@ from polyattn import (
     StructuredMask,
     apply_sinks,
 )
-from polyattn._features import missing_abilities
+from polyattn._features import features_of, missing_abilities
 from polyattn_fa2 import providers
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
 from polyattn_fa2._pieces import Reach
 from polyattn_fa2._sequences import Sequences, calls_of, from_blocks, from_validity, uniform
-from polyattn_fa2.providers.base import MAX_WIDTH
+from polyattn_fa2.providers.base import ABILITIES, MAX_WIDTH
 
-ABILITIES = frozenset(
-    (
-        *("bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked", "positions"),
-        *("active_queries", "gqa", "unequal_width", "softcap", "sinks", "lse", "lse_grad", "grad", "dropout"),
-        "deterministic",
-    )
-)
 _BY_STRUCTURE = (
     "describe the mask by its structure (MaskLayout.causal, padded, packed, chunked, prefix_lm), or use another backend"
 )
@@ -86,7 +79,7 @@ class FlashBackend(BackendBase):
     def abilities(self) -> frozenset[str]:  # type: ignore[override]  # depends on the provider
         """What the provider in use can do; without any that runs, what flash_attn can."""
         provider, _ = providers.choose(self.options.provider, torch.device("cuda"))
-        return ABILITIES - provider.lacks
+        return provider.abilities
 
     def device_reasons(self, device: torch.device) -> tuple[Reason, ...]:
         """The provider's: wrong device, no GPU, an old GPU, kernels absent, broken or of another version."""
@@ -191,7 +184,7 @@ def _uniform_reach(layout: MaskLayout, request: AttentionRequest) -> Reach | Non
     mask = layout.visibility
     if not isinstance(mask, StructuredMask) or layout.active_queries is not None or layout.heads > 1:
         return None
-    if mask.tensors() or mask.chunk_size is not None or 0 in (request.batch, layout.q_len, layout.kv_len):
+    if not mask.given() <= {"causal", "window"} or 0 in (request.batch, layout.q_len, layout.kv_len):
         return None
     ahead = layout.kv_len - layout.q_len
     if mask.causal and ahead < 0:
@@ -210,8 +203,7 @@ def _hides_only_invalid_keys(layout: MaskLayout) -> bool:
         isinstance(mask, StructuredMask)
         and layout.heads == 1
         and mask.kv_valid is not None
-        and not mask.positional
-        and mask.q_segments is None
+        and mask.given() <= {"kv_valid", "q_positions", "kv_positions"}
     )
 
 
@@ -266,16 +258,9 @@ def _structure_reasons(layout: MaskLayout, request: AttentionRequest) -> tuple[R
         return ()
     if _hides_only_invalid_keys(layout):
         return ()
-    used = {
-        "positions": mask.q_positions is not None,
-        "padded": mask.kv_valid is not None,
-        "packed": mask.q_segments is not None,
-        "chunked": mask.chunk_size is not None,
-        "prefix_lm": mask.prefix_lengths is not None,
-        "window": mask.window is not None,
-        "active_queries": layout.active_queries is not None,
-    }
-    feature = next((name for name, there in used.items() if there), "causal" if mask.causal else "full")
+    words = features_of(layout, request)
+    first = ("positions", "padded", "packed", "chunked", "prefix_lm", "window", "active_queries")
+    feature = next((word for word in first if word in words), next(iter(words)))
     return (
         Reason(
             "not_sequences",

@@ -65,7 +65,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, settings: Setti
         q, k, v, s.calls, s.q_offsets, s.k_offsets, s.q_rows, s.q_slots, s.k_rows,
         how.provider, how.scale, how.softcap, how.dropout, how.deterministic, how.lse_grad,
     )  # fmt: skip
-    return output, lse
+    # Without a gradient of q and k it depends on nothing that has one.
+    return output, lse if q.requires_grad or k.requires_grad else lse.detach()
 
 
 def padded_width(head_dim: int, v_head_dim: int) -> int:
@@ -142,7 +143,8 @@ def _forward(
             ready(part.queries(tq), width), ready(part.keys(tk), width), ready(part.keys(tv), width), part.call
         )
         output = part.put_queries(output, packed[..., :v_width])
-        lse = part.put_queries(lse, packed_lse.mT)
+        # The kernels say +inf where a sum is NaN.
+        lse = part.put_queries(lse, torch.where(packed_lse == torch.inf, torch.nan, packed_lse).mT)
     assert output is not None
     assert lse is not None
     shape = q.shape[:3]

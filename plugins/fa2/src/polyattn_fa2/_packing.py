@@ -107,7 +107,7 @@ def whole(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
 def ready(x: Tensor, width: int) -> Tensor:
     """``x`` of the width that the kernel wants, its last dimension contiguous."""
     if x.shape[-1] < width:
-        return functional.pad(x, (0, width - x.shape[-1]))
+        x = functional.pad(x, (0, width - x.shape[-1]))  # keeps an order of dimensions such as channels last
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -3,9 +3,10 @@
 A block is a row of ``MaskLayout.to_blocks()``: inside it query i sees key j iff ``d = i - j + shift`` (both counted
 from the block's start) satisfies ``d >= 0`` when causal and ``|d| < window``. The kernels know no shift: they put the
 last query of a sequence on its last key. So the queries of a block up to its last key form one sequence, with filler
-queries behind them where keys go on, and those beyond its last key another one, which only looks back. All sequences
-of a call share the same reach to the left and to the right; sequences that need another reach make another call. There
-are at most four.
+queries behind them where keys go on, and those beyond its last key another one, which only looks back. Queries that all
+stand before the first key only look ahead, from wherever they are put. All sequences of a call share the same reach to
+the left and to the right; sequences that need another reach make another call. There are at most five. The
+fillers of a sequence are fewer than the most queries and the most keys of a block together, however far apart they are.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import NamedTuple
 
 Reach = tuple[int, int]
 EVERYTHING: Reach = (-1, -1)
-#: Causal, both ways, everything, and looking back only.
-MAX_CALLS = 4
+#: Causal, both ways, everything, looking back only, and looking ahead only.
+MAX_CALLS = 5
 
 
 class Piece(NamedTuple):
@@ -60,12 +61,14 @@ class _Found(NamedTuple):
 
     ``reach`` is ``None`` for a single query that sees all keys of its piece: any call that reaches them can take it.
     ``behind`` is how far a piece beyond its last key looks back, counted from its end; the left reach of its call
-    follows from all of them.
+    follows from all of them. ``ahead`` is how far a piece before its first key looks ahead, once its last query stands
+    on its last key; likewise.
     """
 
     piece: Piece
-    reach: Reach | None
+    reach: Reach | None = None
     behind: int | None = None
+    ahead: int | None = None
 
 
 def _pieces(blocks: Iterable[Sequence[int]], window: int | None, q_len: int, kv_len: int) -> list[_Found]:
@@ -80,11 +83,17 @@ def _pieces(blocks: Iterable[Sequence[int]], window: int | None, q_len: int, kv_
         if queries == 1 or (window is None and not causal):
             found.append(_Found(Piece(q0, queries, 0, k0, keys), None if queries == 1 else EVERYTHING))
             continue
+        if window is not None and not causal and queries + shift <= 0:
+            keys = min(keys, queries + shift + window - 1)  # the rest is beyond the last query's sight
+            ahead = shift + window - 1 - keys + queries
+            piece = Piece(q0, queries, 0, k0, keys)  # whose first query has the shortest sight
+            found.append(_Found(piece, EVERYTHING) if ahead >= queries - 1 else _Found(piece, ahead=ahead))
+            continue
         # A block whose keys all lie behind its queries is causal or not as it suits the others.
         looks_back = bool(causal) or (any_causal and shift >= keys - 1)
         head = min(queries, max(0, keys - shift))
         if head:
-            reach = -1 if window is None else window - 1
+            reach = -1 if window is None else min(window - 1, q_len + kv_len)  # the kernels count in int32
             fillers = keys - shift - head
             found.append(_Found(Piece(q0, head, fillers, k0, keys), (reach, 0 if looks_back else reach)))
         if head == queries:
@@ -94,8 +103,11 @@ def _pieces(blocks: Iterable[Sequence[int]], window: int | None, q_len: int, kv_
         if window is None:
             found.append(_Found(piece, None if tail == 1 else EVERYTHING))
         else:
-            gap = head + shift - keys
-            found.append(_Found(piece, None, window - 1 - gap - tail) if tail > 1 else _Found(piece, None))
+            behind = window - 1 - (head + shift - keys) - tail
+            if tail == 1:
+                found.append(_Found(piece))
+            else:  # the last query has the shortest sight
+                found.append(_Found(piece, EVERYTHING) if behind >= piece.keys - 1 else _Found(piece, behind=behind))
     return found
 
 
@@ -106,15 +118,19 @@ def _farthest(q_start: int, q_stop: int, k_start: int, k_stop: int, shift: int) 
 def _grouped(found: list[_Found]) -> dict[Reach, list[Piece]]:
     """The pieces of each call, sorted by query."""
     groups: dict[Reach, list[Piece]] = defaultdict(list)
+    # All that look ahead share the farthest reach, fillers moving each to where it needs that.
+    right = max((x.ahead for x in found if x.ahead is not None), default=0)
     # Query i' of a tail stands `left + fillers` places before what the last query sees first: all share the least left.
     left = min((x.behind for x in found if x.behind is not None), default=0)
-    for piece, reach, behind in found:
-        if behind is not None:
+    for piece, reach, behind, ahead in found:
+        if ahead is not None:
+            groups[-1, right].append(piece._replace(fillers=right - ahead))
+        elif behind is not None:
             groups[left, -1].append(piece._replace(fillers=behind - left))
         elif reach is not None:
             groups[reach].append(piece)
-    for piece, reach, behind in found:
-        if reach is None and behind is None:
+    for piece, reach, behind, ahead in found:
+        if reach is None and behind is None and ahead is None:
             takes_it = (r for r in groups if r[0] < 0 or r[0] >= piece.keys - 1)
             groups[next(takes_it, EVERYTHING)].append(piece)
     return {reach: sorted(pieces) for reach, pieces in groups.items()}

@@ -183,7 +183,7 @@ def _joined(groups: dict[Reach, Tensor], q_rows: int, k_rows: int) -> Tables:
         _, q_sizes, more, _, k_sizes = pieces.unbind(1)
         padded = q_sizes + more
         max_q, max_k = int(padded.max()), int(k_sizes.max())
-        if left >= 0 and right != 0:
+        if right > 0 or (left >= 0 and right < 0):
             # The kernels take a reach of max_k or more for unbounded, and an unbounded one beside a bounded one for
             # max_k: wrong for a query that stands farther than that before its last key, unless max_k says so.
             max_k = max(max_k, max_q - 1)

@@ -125,11 +125,9 @@ class FlexBackend(BackendBase):
         if plan.blocks is None and plan.dense is None:
             return _empty(q, k, v, request)
         if plan.unseen is not None:
-            v = torch.where(plan.unseen, 0.0, v)
-        if request.needs_grad:
-            # Forward each row stands for itself; backward NaN in a query or key would pass through products with zero.
-            k = k if plan.unseen is None else torch.where(plan.unseen, 0.0, k)
-            q = q if plan.dead is None else torch.where(plan.dead, 0.0, q)
+            k, v = torch.where(plan.unseen, 0.0, k), torch.where(plan.unseen, 0.0, v)
+        if plan.dead is not None:  # backward its NaN would pass through products with zero
+            q = torch.where(plan.dead, 0.0, q)
         if bias is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             bias = bias.to(wide).reshape((1,) * (4 - bias.dim()) + bias.shape)
@@ -164,8 +162,9 @@ class FlexBackend(BackendBase):
         mask = plan.dense if plan.ranges is None else plan.ranges
         if _reasons.on_cpu(q.device):
             assert mask is not None
-            limit = options.compile_limit
-            return _ops.infer(q, k, v, plan.blocks, mask, bias, scale=scale, softcap=softcap, limit=limit), None
+            limit, dynamic = options.compile_limit, options.dynamic
+            arguments = (q, k, v, plan.blocks, mask, bias)
+            return _ops.infer(*arguments, scale=scale, softcap=softcap, limit=limit, dynamic=dynamic), None
         output, found = _kernels.compiled(
             _widened(q),
             _widened(k),
@@ -177,6 +176,7 @@ class FlexBackend(BackendBase):
             softcap=softcap,
             lse=lse,
             limit=options.compile_limit,
+            dynamic=options.dynamic,
             kernel_options={"BACKEND": self._cuda_kernel, **options.kernel_options},
         )
         return output[..., : v.shape[3]], found

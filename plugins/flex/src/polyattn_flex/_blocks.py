@@ -41,7 +41,8 @@ class Blocks:
 
     def tensors(self) -> list[Tensor]:
         """The tables that are there, in the order of the attributes."""
-        return [x for x in vars(self).values() if x is not None]
+        every = [getattr(self, field.name) for field in dataclasses.fields(self)]  # vars() stops Dynamo of torch 2.10
+        return [x for x in every if x is not None]
 
     def to(self, device: torch.device) -> Blocks:
         """The tables on ``device``."""

@@ -35,6 +35,7 @@ def compiled(
     softcap: float | None,
     lse: bool,
     limit: int,
+    dynamic: bool,
     kernel_options: Mapping[str, Any],
 ) -> Result:
     """Attention by the compiled kernel; inlined where an outer graph is being traced.
@@ -50,6 +51,7 @@ def compiled(
         softcap: of the scaled scores.
         lse: whether the LSE is wanted; the CPU kernel has none.
         limit: how many kernels the process may hold.
+        dynamic: whether a kernel serves all lengths.
         kernel_options: as torch names them.
 
     Returns:
@@ -66,7 +68,7 @@ def compiled(
     most = {"recompile_limit": limit, "accumulated_recompile_limit": limit}
     try:
         with torch._dynamo.config.patch(most):  # noqa: SLF001 - torch documents it under this name
-            return _compiled_flex()(*arguments)
+            return _compiled_flex(dynamic)(*arguments)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:  # noqa: SLF001 - likewise
         raise UnsupportedAttentionError(
             "flex_attention",
@@ -76,7 +78,8 @@ def compiled(
                     feature="options",
                     got=f"sizes that need another kernel, with compile_limit={limit} reached",
                     need=f"at most {limit} sets of sizes, dtypes, strides and constants in one process",
-                    hint="pad lengths to a few sizes, or raise compile_limit in backend_options",
+                    hint="set dynamic: true in backend_options, which compiles for all lengths at once, pad lengths "
+                    "to a few sizes, or raise compile_limit",
                 ),
             ),
             (),
@@ -84,8 +87,8 @@ def compiled(
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Result]:
-    return torch.compile(_flex, dynamic=False, fullgraph=True)
+def _compiled_flex(dynamic: bool) -> Callable[..., Result]:
+    return torch.compile(_flex, dynamic=dynamic, fullgraph=True)
 
 
 def _flex(

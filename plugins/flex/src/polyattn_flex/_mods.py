@@ -55,13 +55,25 @@ def score_mod(softcap: float | None, bias: Tensor | None, level: Tensor | None =
     return changed
 
 
+def rows_that_see(keys: Tensor, mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor | None) -> Tensor:
+    """Which queries see one of ``keys`` (``Bool[B, H, K]``) that no bias blocks, ``Bool[B, H, Q]``."""
+    visible = _dense(mask, keys.shape[2])
+    if bias is not None:
+        visible = visible & ~bias.isneginf()
+    return torch.matmul(visible.float(), keys.float().unsqueeze(-1)).squeeze(-1) > 0
+
+
 def row_peak(mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor, kv_len: int) -> Tensor:
     """The highest bias that each query sees, ``[B|1, H|1, Q]``; ``-inf`` where mask and bias block all keys."""
-    if isinstance(mask, tuple):
-        start, stop = (x[:, None, :, None] for x in mask)
-        keys = torch.arange(kv_len, device=bias.device, dtype=start.dtype)
-        mask = (keys >= start) & (keys < stop)
-    return torch.where(mask, bias.detach(), -torch.inf).amax(-1)
+    return torch.where(_dense(mask, kv_len), bias.detach(), -torch.inf).amax(-1)
+
+
+def _dense(mask: tuple[Tensor, Tensor] | Tensor, kv_len: int) -> Tensor:
+    if isinstance(mask, Tensor):
+        return mask
+    start, stop = (x[:, None, :, None] for x in mask)
+    keys = torch.arange(kv_len, device=start.device, dtype=start.dtype)
+    return (keys >= start) & (keys < stop)
 
 
 def row_level(peak: Tensor) -> Tensor:

@@ -6,12 +6,14 @@ compiled by itself, whatever surrounds it. It is inference only.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from polyattn_flex._blocks import Blocks
 from polyattn_flex._kernels import compiled
-from polyattn_flex._mods import Mask
+from polyattn_flex._mods import rows_that_see
 
 #: A partition that no tile divides keeps torch from its decode kernel, which gives wrong numbers for a row whose
 #: scores are very negative in one tile and masked in another.
@@ -29,10 +31,11 @@ def infer(
     scale: float,
     softcap: float | None,
     limit: int,
+    dynamic: bool,
 ) -> Tensor:
     """The output ``[B, Hq, Q, Dv]``; arguments as for ``compiled``."""
     of_mask = list(mask) if isinstance(mask, tuple) else [mask]
-    output: Tensor = _infer_op(q, k, v, blocks.tensors(), of_mask, bias, scale, softcap, limit)
+    output: Tensor = _infer_op(q, k, v, blocks.tensors(), of_mask, bias, scale, softcap, limit, dynamic)
     return output
 
 
@@ -47,8 +50,9 @@ def _infer_op(
     scale: float,
     softcap: float | None,
     limit: int,
+    dynamic: bool,
 ) -> Tensor:
-    kept: Mask = mask[0] if len(mask) == 1 else (mask[0], mask[1])
+    kept: tuple[Tensor, Tensor] | Tensor = mask[0] if len(mask) == 1 else (mask[0], mask[1])
     # Whether autograd or autocast is on would make another kernel of the same code.
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         output, _ = compiled(
@@ -62,8 +66,15 @@ def _infer_op(
             softcap=softcap,
             lse=False,
             limit=limit,
+            dynamic=dynamic,
             kernel_options=_NO_DECODE,
         )
+    # The kernel takes a row of NaN for one that sees nothing. Sums are the cheapest look at all of q and k.
+    if not math.isfinite(q.sum(dtype=torch.float32) + k.sum(dtype=torch.float32)):
+        spoilt = k.isnan().any(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
+        live = rows_that_see(torch.ones_like(spoilt), kept, bias)
+        lost = live & (~q.isfinite().all(-1) | rows_that_see(spoilt, kept, None))
+        output = torch.where(lost.unsqueeze(-1), torch.nan, output)
     return _as(q, output)
 
 
@@ -78,6 +89,7 @@ def _(
     scale: float,
     softcap: float | None,
     limit: int,
+    dynamic: bool,
 ) -> Tensor:
     return _as(q, q.new_empty((*q.shape[:3], v.shape[3])))
 

@@ -12,14 +12,20 @@ import sys
 import torch
 
 from polyattn import AttentionRequest, MaskLayout, Reason
-from polyattn._request import MASKS
 from polyattn_flex._options import FlexOptions
 
 COMPILED_CPU = frozenset(
-    {*MASKS, "float32", "bfloat16", "float16", "gqa", "unequal_width", "bias", "softcap", "deterministic"}
+    (
+        *("float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked"),
+        *("positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width", "bias"),
+        *("softcap", "deterministic"),
+    )
 )
 COMPILED_CUDA = COMPILED_CPU | {"grad", "bias_grad", "lse", "lse_grad", "sinks"}
 UNCOMPILED = COMPILED_CUDA | {"float64"}
+
+#: The installed torch where its gradient of a bias is not to be trusted.
+_OLD_TORCH = None if torch.__version__ >= "2.14" else str(torch.__version__)
 
 _INFERENCE_ONLY = "the compiled CPU kernel is inference only"
 _NO_LSE = "the compiled CPU kernel returns no LSE"
@@ -104,6 +110,11 @@ def of_options(options: FlexOptions, layout: MaskLayout, request: AttentionReque
         got = f"decode with {layout.q_len} queries"
         hint = "leave decode out of backend_options"
         reasons.append(Reason("decode", "options", got, "fewer than 128 queries", hint))
+    if options.compiled and request.needs_bias_grad and _OLD_TORCH is not None:
+        got = f"the gradient of a bias with torch {_OLD_TORCH}, whose compiled kernel may give zeros for it"
+        reasons.append(
+            Reason("bias_grad_torch", "bias_grad", got, "torch 2.14 or newer", "the backend 'eager' is exact")
+        )
     if options.compiled and request.deterministic and request.needs_bias_grad:
         got = "the gradient of a bias under deterministic algorithms"
         need = "a bias without gradient: its gradient is summed in the order in which programs finish"

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from polyattn import (
-    FEATURES,
     AttentionRequest,
     AttentionResult,
     BackendBase,
@@ -20,8 +19,18 @@ from polyattn import (
     StructuredMask,
     apply_sinks,
 )
+from polyattn_sdpa._kernels import FEW_KEYS
 from polyattn_sdpa._ops import fused
+from polyattn_sdpa._options import SdpaOptions
 from polyattn_sdpa._tiles import additive
+
+ABILITIES = frozenset(
+    (
+        *("float64", "float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm"),
+        *("chunked", "positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width"),
+        *("bias", "bias_grad", "sinks", "lse", "lse_grad", "grad", "dropout", "deterministic"),
+    )
+)
 
 #: A positive factor below it is none in FP32.
 _TINY = torch.finfo(torch.float32).tiny
@@ -36,13 +45,14 @@ class SdpaPlan:
     Attributes:
         path: ``plain`` is one call of ``scaled_dot_product_attention``; ``tiles`` walks ``blocks``; ``dense`` is one
             fused call under ``mask``; ``math`` is torch's quadratic path, for a bias under gradients and for dropout.
-        causal: flag of the plain call.
+        causal: flag of the plain call, which has a ``mask`` instead where keys are few.
         per_row: whether blocks name batch rows.
         window: of the blocks.
         blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``.
         mask: additive ``[B|1, H|1, Q, K]``; rows that see nothing are left open, since the kernels give NaN there.
         dead: Bool ``[B|1, H|1, Q, 1]``, rows that see nothing, or ``None`` when the path leaves none to the kernel.
         unseen: Bool ``[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` likewise.
+        upcast: whether the backward of the fused calls casts to FP32.
     """
 
     path: Path
@@ -53,13 +63,16 @@ class SdpaPlan:
     mask: Tensor | None = None
     dead: Tensor | None = None
     unseen: Tensor | None = None
+    upcast: bool = False
 
 
 class SdpaBackend(BackendBase):
     """torch's fused scaled-dot-product attention, lowered by structure."""
 
     name = "sdpa"
-    abilities = frozenset(FEATURES) - {"softcap", "second_order"}
+    Options = SdpaOptions
+    options: SdpaOptions
+    abilities = ABILITIES
 
     def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
         """The math path returns no LSE, so nothing that needs one goes with it."""
@@ -85,18 +98,21 @@ class SdpaBackend(BackendBase):
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> SdpaPlan:
         """Choose the path and build its masks once."""
         math = _needs_math(request) is not None
+        upcast = self.options.upcasts(request)
         if not math and not request.has_bias:
-            if _is_one_call(layout, request):
+            if not upcast and _is_one_call(layout, request):
+                if layout.kv_len < FEW_KEYS and request.device.type == "cpu":
+                    return SdpaPlan("plain", mask=additive(layout.to_dense(request.device), request.dtype))
                 return SdpaPlan("plain", causal=_structure(layout).causal)
             blocks = layout.to_blocks()
             if blocks is not None:
                 dead, unseen = _selections_in_blocks(layout, request, blocks)
                 window, per_row = _structure(layout).window, layout.batch > 1
-                return SdpaPlan("tiles", per_row=per_row, window=window, blocks=blocks, dead=dead, unseen=unseen)
+                return SdpaPlan("tiles", False, per_row, window, blocks, dead=dead, unseen=unseen, upcast=upcast)
         dead, unseen = _selections(layout, request)
         visible = layout.to_dense(request.device)
         mask = additive(visible if dead is None else visible | dead, request.dtype)
-        return SdpaPlan("math" if math else "dense", mask=mask, dead=dead, unseen=unseen)
+        return SdpaPlan("math" if math else "dense", mask=mask, dead=dead, unseen=unseen, upcast=upcast)
 
     def attend(
         self,
@@ -117,7 +133,7 @@ class SdpaBackend(BackendBase):
             q, scale = (q * -1.0, -scale) if scale <= -_TINY else (q * scale, 1.0)
         if plan.path == "plain":
             output = scaled_dot_product_attention(
-                q, k, v, is_causal=plan.causal, scale=scale, enable_gqa=request.group > 1
+                q, k, v, plan.mask, is_causal=plan.causal, scale=scale, enable_gqa=request.group > 1
             )
             return AttentionResult(output)
         dead, mask = plan.dead, plan.mask
@@ -145,6 +161,7 @@ class SdpaBackend(BackendBase):
                 window=plan.window,
                 per_row=plan.per_row,
                 scale=scale,
+                upcast=plan.upcast,
                 lse_grad=request.needs_lse_grad or request.has_sinks,
             )
         if dead is not None:
@@ -158,12 +175,15 @@ class SdpaBackend(BackendBase):
     def describe(self, prepared: PreparedAttention) -> str:
         """The path that was planned."""
         plan: SdpaPlan = prepared.state
-        return {
-            "plain": f"one scaled_dot_product_attention call, is_causal={plan.causal}",
+        upcast = ", backward in FP32" if plan.upcast and plan.path != "math" else ""
+        path = {
+            "plain": "one scaled_dot_product_attention call, "
+            + ("a mask of few keys" if plan.mask is not None else f"is_causal={plan.causal}"),
             "tiles": f"fused calls over {0 if plan.blocks is None else plan.blocks.shape[0] - 1} blocks",
             "dense": "one fused call under a dense mask, quadratic memory",
             "math": "torch's math path under a dense mask, quadratic memory",
-        }[plan.path]
+        }
+        return path[plan.path] + upcast
 
 
 def _structure(layout: MaskLayout) -> StructuredMask:
@@ -189,8 +209,7 @@ def _is_one_call(layout: MaskLayout, request: AttentionRequest) -> bool:
     mask = layout.visibility
     if not isinstance(mask, StructuredMask) or layout.active_queries is not None or layout.heads > 1:
         return False
-    structure = (mask.kv_valid, mask.q_positions, mask.kv_positions, mask.q_segments, mask.kv_segments)
-    if any(x is not None for x in (*structure, mask.prefix_lengths, mask.chunk_size, mask.window)):
+    if not mask.given() <= {"causal"}:
         return False
     if mask.causal and layout.q_len != layout.kv_len:
         return False

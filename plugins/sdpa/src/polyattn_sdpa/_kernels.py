@@ -14,6 +14,9 @@ from torch.nn import functional
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001
 
+#: With fewer keys than a vector has lanes and no mask, the fused forward takes a row of NaN for one that sees nothing.
+FEW_KEYS = 16
+
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -27,6 +30,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
     if q.device.type != "cpu":
         return _portable_forward(q, k, v, mask, causal, scale)
     width, v_width = max(q.shape[3], v.shape[3]), v.shape[3]
+    if mask is None and k.shape[2] < FEW_KEYS:
+        mask = q.new_zeros(q.shape[2], k.shape[2])
     output, lse = _FORWARD(
         _ready(q, width), _ready(k, width), _ready(v, width), 0.0, causal, attn_mask=mask, scale=scale
     )
@@ -44,10 +49,14 @@ def backward(
     mask: Tensor | None,
     causal: bool,
     scale: float,
+    upcast: bool = False,
 ) -> Grads:
-    """Gradients into q, k and v from those of the output and, if given, of the LSE."""
+    """Gradients into q, k and v from those of the output and, if given, of the LSE; computed in FP32 if ``upcast``."""
     if q.device.type != "cpu":
         return _portable_backward(grad, grad_lse, q, k, v, output, lse, mask, causal, scale)
+    if upcast:
+        grad, q, k, v, output = (x.float() for x in (grad, q, k, v, output))
+        mask = None if mask is None else mask.float()
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     low = accumulation_dtype(q.dtype) is not q.dtype
     if low and group > 1:

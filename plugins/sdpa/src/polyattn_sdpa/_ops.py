@@ -36,6 +36,7 @@ def fused(
     window: int | None,
     per_row: bool,
     scale: float,
+    upcast: bool,
     lse_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tiles of ``blocks``, or over everything under the additive ``mask``.
@@ -49,6 +50,7 @@ def fused(
         window: of the blocks.
         per_row: whether blocks name batch rows; otherwise each block holds for all of them.
         scale: of the scores.
+        upcast: whether the backward casts each tile to FP32; on the CPU only.
         lse_grad: whether gradients may arrive at the LSE.
 
     Returns:
@@ -56,7 +58,9 @@ def fused(
     """
     arguments = (q, k, v, blocks, mask, -1 if window is None else window, per_row, scale)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        output, lse = _Fused.apply(*arguments, lse_grad)
+        output, lse = _Fused.apply(*arguments, upcast, lse_grad)
+        if not (q.requires_grad or k.requires_grad):  # no value has a part in it
+            lse = lse.detach()
     else:
         output, lse = _run(_forward_op, _forward, q)(*arguments)
     return output, lse
@@ -73,6 +77,7 @@ class _Fused(torch.autograd.Function):
         window: int,
         per_row: bool,
         scale: float,
+        upcast: bool,
         lse_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         output, lse = _run(_forward_op, _forward, q)(q, k, v, blocks, mask, window, per_row, scale)
@@ -80,9 +85,9 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, blocks, mask, window, per_row, scale, lse_grad = inputs
+        q, k, v, blocks, mask, window, per_row, scale, upcast, lse_grad = inputs
         ctx.save_for_backward(q, k, v, *output, blocks, mask)
-        ctx.constants = (window, per_row, scale)
+        ctx.constants = (window, per_row, scale, upcast)
         ctx.lse_grad = lse_grad
         ctx.set_materialize_grads(False)
 
@@ -93,12 +98,12 @@ class _Fused(torch.autograd.Function):
             raise RuntimeError(_LSE_GRADIENT)
         q, k, v, output, lse, blocks, mask = ctx.saved_tensors
         if grad is None and grad_lse is None:
-            return (None,) * 9
+            return (None,) * 10
         if grad is None:
             grad = torch.zeros_like(output)
         run = _run(_backward_op, _backward, q)
         grads = run(grad, grad_lse, q, k, v, output, lse, blocks, mask, *ctx.constants)
-        return (*grads, *(None,) * 6)
+        return (*grads, *(None,) * 7)
 
 
 # Function.apply reads the signature at each call, which costs more than the rest of it; this way it is computed once.
@@ -162,13 +167,14 @@ def _backward(
     window: int,
     per_row: bool,
     scale: float,
+    upcast: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     high = _kernels.accumulation_dtype(q.dtype)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
     for (at_q, at_k), tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
         tile_dlse = None if grad_lse is None else grad_lse[at_q]
         tile_dq, tile_dk, tile_dv = _kernels.backward(
-            grad[at_q], tile_dlse, q[at_q], k[at_k], v[at_k], output[at_q], lse[at_q], tile_mask, causal, scale
+            grad[at_q], tile_dlse, q[at_q], k[at_k], v[at_k], output[at_q], lse[at_q], tile_mask, causal, scale, upcast
         )
         dq[at_q] = tile_dq
         dk[at_k] += tile_dk
@@ -193,6 +199,7 @@ def _(
     window: int,
     per_row: bool,
     scale: float,
+    upcast: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 

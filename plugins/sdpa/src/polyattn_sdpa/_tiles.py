@@ -94,12 +94,16 @@ def _tiles_of_block(
 def band_mask(tile: Tile, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The additive mask of a tile with an offset: 0 where the query sees the key, ``-inf`` elsewhere."""
     assert tile.offset is not None
-    rows = torch.arange(tile.q_stop - tile.q_start, dtype=torch.int32, device=device)
-    keys = torch.arange(tile.k_stop - tile.k_start, dtype=torch.int32, device=device)
-    distance = rows[:, None] - keys[None, :] + tile.offset
-    visible = distance >= 0 if tile.block_causal else torch.ones_like(distance, dtype=torch.bool)
+    queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+    rows = torch.arange(queries, dtype=torch.int32, device=device)
+    # Query i sees key j where least <= i - j < most. Both are cut to what i - j can be, which int32 holds.
+    least, most = -keys, queries
     if window is not None:
-        visible &= distance.abs() < window
+        least, most = 1 - window - tile.offset, window - tile.offset
+    if tile.block_causal:
+        least = -tile.offset
+    apart = rows[:, None] - torch.arange(keys, dtype=torch.int32, device=device)[None, :]
+    visible = (apart >= min(max(least, -keys), queries)) & (apart < min(max(most, -keys), queries))
     return additive(visible, dtype)
 
 

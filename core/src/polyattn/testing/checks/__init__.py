@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from polyattn.testing.checks import dropout, execution, features, lse, protocol, rows, transforms, values
+from polyattn.testing.checks import (
+    dropout,
+    execution,
+    features,
+    lse,
+    mixtures,
+    nonfinite,
+    protocol,
+    rows,
+    state,
+    transforms,
+    unknown,
+    values,
+)
 from polyattn.testing.checks.registry import Check, checks_of
 
 #: Every check, in the order in which a reader wants to see them fail.
 CHECKS: list[Check] = [
     check
-    for theme in (protocol, values, rows, lse, features, dropout, execution, transforms)
+    for theme in (
+        protocol,
+        unknown,
+        values,
+        rows,
+        nonfinite,
+        lse,
+        features,
+        mixtures,
+        dropout,
+        execution,
+        state,
+        transforms,
+    )
     for check in checks_of(theme.__name__)
 ]
 

@@ -17,9 +17,10 @@ from polyattn._functional import attention
 from polyattn._layout import MaskLayout
 from polyattn._request import AttentionRequest
 from polyattn.testing.bounds import assert_within, expected_results
-from polyattn.testing.case import INFER, TRAIN, Case, Mode, evaluate
+from polyattn.testing.case import TRAIN, Case, Mode, evaluate
 from polyattn.testing.checks.host_reads import forbid_host_reads
 from polyattn.testing.checks.registry import check
+from polyattn.testing.failure import require
 from polyattn.testing.layouts import LAYOUTS
 from polyattn.testing.trial import LeftOut, Trial, raised
 
@@ -44,8 +45,9 @@ def autocast(trial: Trial, dtypes: tuple[torch.dtype, ...]) -> None:
     """Under autocast q, k and v are cast first: the output is in the autocast dtype, gradients come back in theirs."""
     if not torch.amp.is_autocast_available(trial.device.type):
         raise LeftOut(f"there is no autocast on {trial.device.type}")
-    for name in trial.accepted(_NAMES):
-        low = trial.case(LAYOUTS[name](), dtype=torch.bfloat16)
+    lows = [trial.case(LAYOUTS[name](), dtype=torch.bfloat16) for name in trial.accepted(_NAMES)]
+    featured = trial.featured(MaskLayout.causal(6), dtype=torch.bfloat16)
+    for low in (*lows, featured.change(**{name: x.float() for name, x in featured.extras().items()})):
         given = dict(zip("qkv", dtypes, strict=True))
         case = low.change(**{letter: getattr(low, letter).to(dtype) for letter, dtype in given.items()})
         mode = trial.strongest(low)
@@ -55,7 +57,7 @@ def autocast(trial: Trial, dtypes: tuple[torch.dtype, ...]) -> None:
         for letter, dtype in given.items():
             gradient = results.get(f"gradient of {letter}")
             if gradient is not None:
-                assert gradient.dtype is dtype, f"gradient of {letter}: {gradient.dtype}, need {dtype}"
+                require(gradient.dtype is dtype, f"gradient of {letter}: {gradient.dtype}, need {dtype}")
                 results[f"gradient of {letter}"] = gradient.to(torch.bfloat16)
         assert_within(results, expected_results(low, mode))
         trial.honoured += 1
@@ -94,12 +96,12 @@ def other_device(trial: Trial, where: tuple[str, str | None]) -> None:
                 lambda: results.append(attention(q, k, k, layout, backend=trial.backend)),  # noqa: B023 - called here
             )
         if refusal is not None:
-            assert trial.backend.name in str(refusal), f"the refusal must name the backend: {refusal}"
+            require(trial.backend.name in str(refusal), f"the refusal must name the backend: {refusal}")
             trial.refusals.append(refusal.reasons)
             continue
         result = results[0]
         got = (result.output.shape, result.output.dtype, result.output.device)
-        assert got == (q.shape, dtype, q.device), f"output is {got}, need {(q.shape, dtype, q.device)}"
+        require(got == (q.shape, dtype, q.device), f"output is {got}, need {(q.shape, dtype, q.device)}")
         trial.honoured += 1
 
 
@@ -115,9 +117,11 @@ class _Counter:
 
 
 @contextlib.contextmanager
-def _compiled() -> Iterator[tuple[Any, _Counter]]:
-    def call(prepared: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        result = prepared(q, k, v)
+def compiled_call() -> Iterator[tuple[Any, _Counter]]:
+    """A compiled call of what was prepared, and the count of its graphs."""
+
+    def call(prepared: Any, *tensors: Tensor, **named: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        result = prepared(*tensors, **named)
         return result.output, result.lse
 
     counter = _Counter()
@@ -132,8 +136,8 @@ def _compiled() -> Iterator[tuple[Any, _Counter]]:
 def _run_compiled(compiled: Any, trial: Trial, case: Case, mode: Mode) -> None:
     prepared = trial.must_prepare(case.layout, case.request(mode))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> AttentionResult:
-        return AttentionResult(*compiled(prepared, q, k, v))
+    def call(*tensors: Tensor, **named: Tensor | None) -> AttentionResult:
+        return AttentionResult(*compiled(prepared, *tensors, **named))
 
     assert_within(evaluate(call, case, mode), expected_results(case, mode))
     trial.honoured += 1
@@ -143,7 +147,15 @@ def _run_compiled(compiled: Any, trial: Trial, case: Case, mode: Mode) -> None:
 def compiled(trial: Trial, name: str) -> None:
     """``attend`` traces under ``torch.compile(fullgraph=True)`` with the same numbers."""
     case = trial.case(LAYOUTS[name](), heads=4, kv_heads=2)
-    with _compiled() as (call, _):
+    with compiled_call() as (call, _):
+        _run_compiled(call, trial, case, trial.strongest(case))
+
+
+@check()
+def compiled_features(trial: Trial) -> None:
+    """Scale, softcap, bias and sinks count in a compiled function as well."""
+    case = trial.featured(MaskLayout.causal(6), heads=4, kv_heads=2, scale=0.6)
+    with compiled_call() as (call, _):
         _run_compiled(call, trial, case, trial.strongest(case))
 
 
@@ -152,10 +164,10 @@ def recompiles(trial: Trial) -> None:
     """Eight batches whose documents differ in number and length need at most two graphs."""
     batches = ([12], [3, 9], [4, 4, 4], [1, 11], [5, 2, 5], [6, 6], [2, 2, 2, 6], [1, 1, 1, 1, 8])
     mode = trial.strongest(trial.case(MaskLayout.packed([5, 7])))
-    with _compiled() as (call, counter):
+    with compiled_call() as (call, counter):
         for seed, lengths in enumerate(batches):
             _run_compiled(call, trial, trial.case(MaskLayout.packed(lengths), seed=seed), mode)
-        assert counter.graphs <= 2, f"eight batches needed {counter.graphs} graphs"
+        require(counter.graphs <= 2, f"eight batches needed {counter.graphs} graphs")
 
 
 @check({"reentrant": True, "not_reentrant": False})
@@ -193,60 +205,21 @@ def deterministic(trial: Trial) -> None:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
-        for name in trial.accepted(_NAMES):
-            case = trial.case(LAYOUTS[name](), heads=4, kv_heads=2)
+        cases = [trial.case(LAYOUTS[name](), heads=4, kv_heads=2) for name in trial.accepted(_NAMES)]
+        # Sums over many keys, queries and heads, which a kernel splits among workers.
+        cases += [trial.case(MaskLayout.full(q_len, kv_len), batch=1) for q_len, kv_len in ((2, 1100), (1100, 2))]
+        cases += [trial.case(MaskLayout.causal(8), batch=1, heads=16, kv_heads=1)]
+        for case in cases:
             mode = trial.strongest(case)
             prepared = trial.must_prepare(case.layout, case.request(mode))
-            first, second = (evaluate(prepared, case, mode) for _ in range(2))
+            first, *others = (evaluate(prepared, case, mode) for _ in range(4))
             assert_within(first, expected_results(case, mode))
             for result, value in first.items():
-                assert torch.equal(value, second[result]), f"{result}: two runs differ"
+                same = all(torch.equal(value, other[result]) for other in others)
+                require(same, f"{result} of {case}: two runs differ")
             trial.honoured += 1
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-@check()
-def reuse(trial: Trial) -> None:
-    """What was prepared once serves every layer, also when others are prepared and used in between."""
-    cases = [trial.case(LAYOUTS[name](), heads=4, kv_heads=2) for name in trial.accepted(_NAMES)]
-    cases += [trial.case(MaskLayout.packed(lengths)) for lengths in ([2, 6], [5, 3])]
-    cases += [trial.case(MaskLayout.causal(8), scale=scale) for scale in (0.1, 1.0)]
-    modes = [trial.strongest(case) for case in cases]
-    prepared = [trial.must_prepare(case.layout, case.request(mode)) for case, mode in zip(cases, modes, strict=True)]
-    for flip in (1, -1, 0.5):
-        for case, mode, call in zip(cases, modes, prepared, strict=True):
-            layer = case.change(q=case.q * flip, v=case.v * flip)
-            assert_within(evaluate(call, layer, mode), expected_results(layer, mode))
-            trial.honoured += 1
-
-
-@check()
-def backward_twice(trial: Trial) -> None:
-    """A retained graph gives the same gradients again."""
-    for name in trial.accepted(_NAMES):
-        case = trial.case(LAYOUTS[name]())
-        prepared = trial.must_prepare(case.layout, case.request(TRAIN))
-        leaves = [x.detach().requires_grad_() for x in (case.q, case.k, case.v)]
-        output = prepared(*leaves).output
-        first, second = (torch.autograd.grad(output, leaves, case.grad_output, retain_graph=True) for _ in range(2))
-        for leaf, one, two in zip("qkv", first, second, strict=True):
-            assert torch.equal(one, two), f"gradient of {leaf}: the second backward differs"
-        trial.honoured += 1
-
-
-@check()
-def inference_mode(trial: Trial) -> None:
-    """What was prepared and used in inference mode leaves nothing behind that training could trip over."""
-    for name in trial.accepted(_NAMES):
-        case = trial.case(LAYOUTS[name]())
-        mode = trial.strongest(case)
-        prepared = trial.must_prepare(case.layout, case.request(mode))
-        with torch.inference_mode():
-            prepared(case.q, case.k, case.v)
-            trial.must_prepare(case.layout, case.request(INFER))(case.q, case.k, case.v)
-        assert_within(evaluate(prepared, case, mode), expected_results(case, mode))
-        trial.honoured += 1
 
 
 @check()

@@ -39,8 +39,7 @@ def bias_blocks(trial: Trial) -> None:
     for name in _NAMES:
         q_len, kv_len = _sizes(name)
         case = trial.case(ORDINARY[name](), heads=4, bias=(2, 1, q_len, kv_len))
-        assert case.bias is not None
-        bias = case.bias.clone()
+        bias = case.tensors()["bias"].clone()
         bias[..., -1] = -torch.inf
         bias[0, 0, q_len // 2, 0] = -20
         trial.compare(case.change(bias=bias), case.change(bias=bias, leaves=("q", "k", "v")))
@@ -61,8 +60,7 @@ def sinks(trial: Trial, offset: float) -> None:
     """The output is multiplied by sigmoid(lse - sink); the LSE itself knows nothing of sinks."""
     for name in (*_NAMES, "chunked"):
         case = trial.case(ORDINARY[name](), heads=4, kv_heads=2, sinks=True)
-        assert case.sinks is not None
-        trial.compare(case.change(sinks=case.sinks + offset))
+        trial.compare(case.change(sinks=case.tensors()["sinks"] + offset))
 
 
 @check()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -17,6 +20,7 @@ from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, INFER_LSE, TRAIN, TRAIN_LSE, Case, Mode, evaluate
 from polyattn.testing.checks.host_reads import forbid_host_reads
 from polyattn.testing.checks.registry import check
+from polyattn.testing.failure import require
 from polyattn.testing.layouts import LAYOUTS
 from polyattn.testing.trial import LeftOut, Trial, assert_reasons, raised
 
@@ -25,14 +29,31 @@ from polyattn.testing.trial import LeftOut, Trial, assert_reasons, raised
 def attributes(trial: Trial) -> None:
     """It has a name, an integer api_version and the three methods; abilities, if declared, are known features."""
     backend = trial.backend
-    assert isinstance(backend.name, str), f"name must be a string, got {backend.name!r}"
-    assert backend.name, "name must not be empty"
-    assert type(backend.api_version) is int, f"api_version must be an int, got {backend.api_version!r}"
+    require(isinstance(backend.name, str), f"name must be a string, got {backend.name!r}")
+    require(backend.name, "name must not be empty")
+    require(type(backend.api_version) is int, f"api_version must be an int, got {backend.api_version!r}")
     for method in ("unsupported", "prepare", "attend"):
-        assert callable(getattr(backend, method, None)), f"{method} must be a method"
+        require(callable(getattr(backend, method, None)), f"{method} must be a method")
     unknown = set(trial.abilities or ()) - set(FEATURES)
-    assert not unknown, f"abilities lists {sorted(unknown)}; the features are {', '.join(FEATURES)}"
+    require(not unknown, f"abilities lists {sorted(unknown)}; the features are {', '.join(FEATURES)}")
     trial.honoured += 1
+
+
+@check()
+def optional_methods(trial: Trial) -> None:
+    """Where the backend has them, ``describe`` gives a text and ``preference`` an int, for whatever it accepts."""
+    backend: Any = trial.backend
+    for name in trial.accepted(("full", "causal", "packed", "dense")):
+        case = trial.case(LAYOUTS[name]())
+        request = case.request(trial.strongest(case))
+        if hasattr(backend, "describe"):
+            text = backend.describe(trial.must_prepare(case.layout, request))
+            require(isinstance(text, str) and text, f"describe must return a text, got {text!r}")
+        if hasattr(backend, "preference"):
+            preference = backend.preference(case.layout, request)
+            require(type(preference) is int, f"preference must return an int, got {preference!r}")
+        require(isinstance(repr(backend), str), "repr must return a text")
+        trial.honoured += 1
 
 
 @check(without_kernel=True)
@@ -45,7 +66,7 @@ def unsupported_is_pure(trial: Trial) -> None:
             with forbid_host_reads("unsupported"):
                 reasons = trial.backend.unsupported(case.layout, request)
             assert_reasons(reasons)
-            assert trial.backend.unsupported(case.layout, request) == reasons, "two questions, two answers"
+            require(trial.backend.unsupported(case.layout, request) == reasons, "two questions, two answers")
     trial.honoured += 1
 
 
@@ -116,11 +137,11 @@ def ability(trial: Trial, use: _Use) -> None:
         accepted += trial.prepare(case.layout, case.request(use.mode, **use.request)) is not None
     refusals = "; ".join(str(reason) for reasons in trial.refusals for reason in reasons)
     if feature in trial.abilities:
-        assert accepted, f"abilities lists '{feature}', yet its simplest use is refused: {refusals}"
+        require(accepted, f"abilities lists '{feature}', yet its simplest use is refused: {refusals}")
         trial.honoured += accepted
         return
     for reasons in trial.refusals:
-        assert feature in {reason.feature for reason in reasons}, f"no reason names '{feature}': {refusals}"
+        require(feature in {reason.feature for reason in reasons}, f"no reason names '{feature}': {refusals}")
 
 
 def _copied(trial: Trial, copied: Callable[[object], object]) -> None:
@@ -129,10 +150,21 @@ def _copied(trial: Trial, copied: Callable[[object], object]) -> None:
         mode = trial.strongest(case)
         prepared = copied(trial.must_prepare(case.layout, case.request(mode)))
         assert_within(evaluate(prepared, case, mode), expected_results(case, mode))  # type: ignore[arg-type]
-    backend = copied(trial.backend)
-    assert backend == trial.backend, "a copy of the backend must equal it"
-    assert hash(backend) == hash(trial.backend), "a copy of the backend must hash as it does"
+    for backend in (trial.backend, *_configured(trial.backend)):
+        other = copied(backend)
+        require(other == backend, f"a copy of the backend must equal it, got {other!r} of {backend!r}")
+        require(hash(other) == hash(backend), "a copy of the backend must hash as it does")
     trial.honoured += 1
+
+
+def _configured(backend: Any) -> Iterator[Any]:
+    """The backend with each of its switches turned the other way."""
+    options = getattr(backend, "Options", None)
+    for field in dataclasses.fields(options) if options is not None else ():
+        if isinstance(field.default, bool):
+            other = backend.configure({field.name: not getattr(backend.options, field.name)})
+            require(other != backend, f"a backend with another {field.name} must not equal this one")
+            yield other
 
 
 @check()
@@ -144,10 +176,16 @@ def deepcopy(trial: Trial) -> None:
 @check()
 def pickled(trial: Trial) -> None:
     """Backend and prepared attention survive pickling, as they must to reach a worker process."""
-    name = trial.backend.name
-    if name not in backends.names() or type(backends.get(name)) is not type(trial.backend):
-        raise LeftOut(f"'{name}' is not registered, and a backend pickles by its registered name")
-    _copied(trial, lambda x: pickle.loads(pickle.dumps(x)))  # noqa: S301 - our own bytes
+    name, kind = trial.backend.name, type(trial.backend)
+    scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if name not in backends.names():
+        scope = backends.override(name, trial.backend)
+    elif type(backends.get(name)) is not kind:
+        raise LeftOut(f"'{name}' is registered as another backend, and a backend pickles by its registered name")
+    if getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is not kind:
+        raise LeftOut(f"{kind.__qualname__} cannot be imported from {kind.__module__}, and a class pickles by its name")
+    with scope:
+        _copied(trial, lambda x: pickle.loads(pickle.dumps(x)))  # noqa: S301 - our own bytes
 
 
 def _longer(case: Case) -> Case:
@@ -170,6 +208,6 @@ def mismatch(trial: Trial, change: Callable[[Case], Case]) -> None:
     prepared = trial.must_prepare(case.layout, case.request(INFER))
     other = change(case)
     error = raised(PolyattnError, lambda: prepared(other.q, other.k, other.v, bias=other.bias, sinks=other.sinks))
-    assert error is not None, "attend accepts tensors that it was not prepared for"
-    assert str(error), "the error must say what differs"
+    require(error is not None, "attend accepts tensors that it was not prepared for")
+    require(str(error), "the error must say what differs")
     trial.honoured += 1

@@ -12,9 +12,11 @@ from polyattn._errors import PolyattnError
 from polyattn._layout import MaskLayout
 from polyattn.testing.case import INFER, Case, Mode, evaluate
 from polyattn.testing.checks.registry import check
+from polyattn.testing.failure import require
 from polyattn.testing.layouts import LAYOUTS, WITH_DEAD
 from polyattn.testing.reference import softmax_step
 from polyattn.testing.trial import Trial, raised
+from polyattn.testing.variants import poisoned
 
 
 @check(WITH_DEAD)
@@ -26,16 +28,15 @@ def dead_rows(trial: Trial, build: Callable[[], MaskLayout]) -> None:
     """
     layout = build()
     for poison in (torch.nan, torch.inf, -torch.inf):
-        trial.compare(_poisoned(trial.case(layout, heads=4, kv_heads=2), poison))
-        trial.compare(_poisoned(trial.case(layout, heads=4, kv_heads=4, seed=1), poison))
+        trial.compare(poisoned(trial.case(layout, heads=4, kv_heads=2), poison))
+        trial.compare(poisoned(trial.case(layout, heads=4, kv_heads=4, seed=1), poison))
 
 
 @check()
 def dead_rows_bias(trial: Trial) -> None:
     """Mask and -inf bias together kill a row just as well, and its bias gets an exactly zero gradient."""
     case = trial.case(LAYOUTS["causal"](), heads=4, bias=(2, 4, 8, 8))
-    assert case.bias is not None
-    bias = case.bias.clone()
+    bias = case.tensors()["bias"].clone()
     bias[0, 0, 3, :4] = -torch.inf
     bias[1, :, 7, :] = -torch.inf
     case = case.change(bias=bias)
@@ -53,7 +54,7 @@ def dead_rows_bias(trial: Trial) -> None:
 def dead_rows_sinks(trial: Trial) -> None:
     """Sinks give a dead row nothing and take nothing from it."""
     for name in ("middle", "right_padding", "left_padding", "inactive"):
-        trial.compare(_poisoned(trial.case(WITH_DEAD[name](), sinks=True), torch.nan))
+        trial.compare(poisoned(trial.case(WITH_DEAD[name](), sinks=True), torch.nan))
 
 
 @check({"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16})
@@ -89,7 +90,7 @@ def packed_is_separate(trial: Trial, rule: dict[str, object]) -> None:
         after = _run(trial, changed, mode)
         for name, value in together.items():
             for had, has in ((value[0, :, first:], after[name][0, :, first:]), (value[1:], after[name][1:])):
-                assert torch.equal(had, has), f"{name}: another document leaked in"
+                require(torch.equal(had, has), f"{name}: another document leaked in")
 
 
 _INACTIVE = MaskLayout.causal(4, active_queries=torch.tensor([[True, False, True, True]]))
@@ -118,25 +119,10 @@ def batch_mismatch(trial: Trial, batch: int) -> None:
             trial.prepare(case.layout, request)
             continue
         error = raised(PolyattnError, functools.partial(trial.backend.prepare, case.layout, request))
-        assert error is not None, f"prepare accepts a layout of batch 3 for tensors of batch {batch}"
+        require(error is not None, f"prepare accepts a layout of batch 3 for tensors of batch {batch}")
         for number in (3, batch):
-            assert str(number) in str(error), f"the error must name both batches, 3 and {batch}: {error}"
+            require(str(number) in str(error), f"the error must name both batches, 3 and {batch}: {error}")
         trial.honoured += 1
-
-
-def _poisoned(case: Case, poison: float) -> Case:
-    """The case with ``poison`` wherever nothing may look."""
-    step = softmax_step(case.q, case.k, case.v, case.visible, bias=case.bias)
-    dead = ~step.live
-    group = case.q.shape[1] // case.k.shape[1]
-    unseen = ~step.visible.any(-2).unflatten(1, (-1, group)).any(2).unsqueeze(-1)
-    return case.change(
-        q=case.q.masked_fill(dead.unsqueeze(-1), poison),
-        k=case.k.masked_fill(unseen, poison),
-        v=case.v.masked_fill(unseen, poison),
-        grad_output=case.grad_output.masked_fill(dead.unsqueeze(-1), poison),
-        grad_lse=case.grad_lse.masked_fill(dead, poison),
-    )
 
 
 def _part(case: Case, layout: MaskLayout, row: int, start: int, end: int | None) -> Case:

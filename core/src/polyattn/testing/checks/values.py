@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from polyattn._layout import MaskLayout, StructuredMask
-from polyattn.testing.case import INFER_LSE, TRAIN, TRAIN_LSE, Case
+from polyattn.testing.case import INFER_LSE, TRAIN, TRAIN_LSE
 from polyattn.testing.checks.registry import check
 from polyattn.testing.layouts import LAYOUTS, LONG, WITH_DEAD
 from polyattn.testing.trial import DTYPES, Trial
+from polyattn.testing.variants import ARRANGEMENTS, rearranged
+
+_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 @check(LAYOUTS)
@@ -28,7 +31,7 @@ def long_values(trial: Trial, build: Callable[[], MaskLayout]) -> None:
     trial.compare(trial.case(build(), batch=1, head_dim=16), modes=(TRAIN, TRAIN_LSE))
 
 
-@check({str(dtype).removeprefix("torch."): dtype for dtype in DTYPES})
+@check(_BY_NAME)
 def dtype(trial: Trial, dtype: torch.dtype) -> None:
     """Every dtype is right within its own rounding; the output keeps it, the LSE is FP32 (FP64 for FP64)."""
     names = ("full", "causal_window", "packed", "dense", "right_padding")
@@ -82,7 +85,17 @@ def gqa(trial: Trial, group: int) -> None:
     trial.compare(case.change(v=owner.expand_as(case.v)))
 
 
-@check({"narrow_values": (16, 8), "wide_values": (8, 24), "odd": (7, 5), "one": (1, 1), "wide": (96, 96)})
+@check(
+    {
+        "narrow_values": (16, 8),
+        "wide_values": (8, 24),
+        "odd": (7, 5),
+        "one": (1, 1),
+        "wide": (96, 96),
+        "not_of_eight": (20, 20),
+        "widest": (256, 256),
+    }
+)
 def width(trial: Trial, widths: tuple[int, int]) -> None:
     """The width of values may differ from that of queries and keys, and the scale follows the latter."""
     for name in ("causal", "packed", "dense", "right_padding"):
@@ -99,52 +112,26 @@ def empty(trial: Trial, sizes: tuple[int, int, int]) -> None:
 
 
 @check()
+def one_key(trial: Trial) -> None:
+    """A row that sees one key gives its value, in memory of its own."""
+    for layout in (MaskLayout.full(1), MaskLayout.causal(1), MaskLayout.packed([1, 1])):
+        trial.compare(trial.case(layout), trial.case(layout, heads=4, kv_heads=2))
+
+
+@check()
 def empty_document(trial: Trial) -> None:
     """A batch row without any valid key is dead, the rows beside it are not."""
     trial.compare(trial.case(WITH_DEAD["padding_both_ways"]()), trial.case(WITH_DEAD["element"]()))
 
 
-def _sequence_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _width_strided(x: Tensor) -> Tensor:
-    return x.mT.contiguous().mT
-
-
-def _sliced(x: Tensor) -> Tensor:
-    wide = torch.cat([x, torch.full_like(x, torch.nan)], -1)
-    return wide[..., : x.shape[-1]]
-
-
-def _offset(x: Tensor) -> Tensor:
-    flat = torch.cat([x.new_full((1,), torch.nan), x.flatten()])
-    return flat[1:].view(x.shape)
-
-
-def _expanded(x: Tensor) -> Tensor:
-    return x[:1].expand_as(x)
-
-
-@check(
-    {
-        "sequence_first": _sequence_first,
-        "width_strided": _width_strided,
-        "sliced": _sliced,
-        "offset": _offset,
-        "expanded": _expanded,
-    }
-)
+@check(ARRANGEMENTS)
 def strides(trial: Trial, arrange: Callable[[Tensor], Tensor]) -> None:
     """Inputs and incoming gradients may have any strides."""
-
-    def arranged(case: Case) -> Case:
-        return case.change(
-            q=arrange(case.q), k=arrange(case.k), v=arrange(case.v), grad_output=arrange(case.grad_output)
-        )
-
-    names = ("full", "causal", "packed", "dense", "right_padding")
-    trial.compare(*(arranged(trial.case(LAYOUTS[name](), heads=4, kv_heads=2)) for name in names))
+    for name in ("full", "causal", "packed", "dense", "right_padding"):
+        layout = LAYOUTS[name]()
+        plain = trial.case(layout, heads=4, kv_heads=2)
+        featured = trial.case(layout, heads=4, kv_heads=2, bias=(2, 4, layout.q_len, layout.kv_len), sinks=True)
+        trial.compare(*(rearranged(case, lambda: arrange) for case in (plain, featured)))
 
 
 @check()
@@ -170,12 +157,23 @@ def scale(trial: Trial, factor: float) -> None:
     trial.compare(*(trial.case(LAYOUTS[name](), scale=factor) for name in ("full", "causal", "packed", "dense")))
 
 
-@check()
-def large_scores(trial: Trial) -> None:
-    """Scores in the hundreds neither overflow nor lose their order."""
+@check(_BY_NAME)
+def large_scores(trial: Trial, dtype: torch.dtype) -> None:
+    """Scores in the hundreds keep their order, as do products that overflow before the scale."""
     for name in ("causal", "packed", "dense"):
-        case = trial.case(LAYOUTS[name]())
+        case = trial.case(LAYOUTS[name](), dtype=dtype)
         trial.compare(case.change(q=case.q * 40, k=case.k * 4))
+        wide = trial.case(LAYOUTS[name](), dtype=dtype, head_dim=128, v_head_dim=8)
+        trial.compare(wide.change(q=torch.full_like(wide.q, 25), k=torch.full_like(wide.k, 25)))
+
+
+@check(_BY_NAME)
+def magnitudes(trial: Trial, dtype: torch.dtype) -> None:
+    """Large and small values and incoming gradients stay what they are."""
+    for factor in (2.0**12, 2.0**-12):
+        for layout in (MaskLayout.full(3, 40), MaskLayout.causal(8)):
+            case = trial.case(layout, dtype=dtype)
+            trial.compare(case.change(v=case.v * factor), case.change(grad_output=case.grad_output / factor))
 
 
 @check({"bfloat16": torch.bfloat16, "float16": torch.float16})

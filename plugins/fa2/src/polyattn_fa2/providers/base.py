@@ -20,6 +20,14 @@ from polyattn import AttentionRequest, Reason
 MAX_WIDTH, WIDTH_STEP = 256, 8
 #: Compute capability of the oldest GPU with kernels (Ampere).
 MIN_CAPABILITY = (8, 0)
+#: What the backend can do with the kernels of flash_attn.
+ABILITIES = frozenset(
+    (
+        *("bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked", "positions"),
+        *("active_queries", "gqa", "unequal_width", "softcap", "sinks", "lse", "lse_grad", "grad", "dropout"),
+        "deterministic",
+    )
+)
 NOT_INSTALLED = "kernel_not_installed"
 FLASH_ATTN_INSTALL = "pip install --no-build-isolation 'polyattn-fa2[flash-attn]'"
 
@@ -75,7 +83,7 @@ class Provider(abc.ABC):
         install: what to do when it is absent.
         devices: device types that the kernels run on.
         fixed: whether it also takes fixed calls.
-        lacks: features of the backend that this provider does not have.
+        abilities: what the backend can do with these kernels, all of it named, out of :data:`ABILITIES`.
     """
 
     name: ClassVar[str]
@@ -85,7 +93,7 @@ class Provider(abc.ABC):
     install: ClassVar[str]
     devices: tuple[str, ...] = ("cuda",)
     fixed: ClassVar[bool] = False
-    lacks: ClassVar[frozenset[str]] = frozenset()
+    abilities: ClassVar[frozenset[str]] = ABILITIES
 
     def load(self) -> Any:
         """The module with the kernels, imported when it is first needed."""
@@ -122,7 +130,7 @@ class Provider(abc.ABC):
                 ("softcap", f"softcap {request.softcap}", request.softcap is not None),
                 ("dropout", f"dropout_p {request.dropout} in training", request.dropout > 0),
             )
-            if asked and feature in self.lacks
+            if asked and feature not in self.abilities
         )
 
     @abc.abstractmethod

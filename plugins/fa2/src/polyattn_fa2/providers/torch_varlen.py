@@ -27,7 +27,13 @@ class TorchVarlen(Provider):
     module = "torch.nn.attention.varlen"
     needs = f"a torch whose varlen_attn takes {', '.join(ARGUMENTS)}"
     install = "update torch"
-    lacks = frozenset({"softcap", "dropout"})
+    abilities = frozenset(
+        (
+            *("bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked"),
+            *("positions", "active_queries", "gqa", "unequal_width", "sinks", "lse", "lse_grad", "grad"),
+            "deterministic",
+        )
+    )
 
     def version_problem(self, module: Any) -> str:
         """A torch whose function lacks arguments."""
