@@ -240,3 +240,31 @@ def test_names_among_two_thousand_distributions_take_under_150_ms(site, make_dis
         assert "acme" in found()
         times.append(time.thread_time() - start)
     assert min(times) < 0.15, times
+
+
+@pytest.mark.parametrize(
+    "written", ["[polyattn.backends", "[polyattn.backend]", "[Polyattn.Backends]", "[polyatn.backends]"]
+)
+def test_a_section_that_was_meant_for_a_group_and_is_not_one_is_a_problem_that_names_the_group(
+    written, site, make_dist
+):
+    make_dist.backend("acme-attention", "acme").unpack(site)
+    (file,) = site.glob("acme*.dist-info/entry_points.txt")
+    file.write_text(f"[console_scripts]\nx = y:z\n{written}\nacme = acme_attention:Backend\n")
+    scan = _discovery.rescan()
+    (problem,) = [text for text in scan.problems if "acme_attention" in text]
+    assert problem.endswith(f"the section {written} is not a group of polyattn; did you mean [polyattn.backends]?")
+    assert "acme" not in {plugin.name for plugin in scan.candidates["polyattn.backends"]}
+
+
+@pytest.mark.parametrize("other", ["[polyattn.readers]", "[polyattn.scopes]", "[console_scripts]", "[polyattn.hooks]"])
+def test_a_section_of_somebody_else_or_of_a_later_release_is_no_problem(other, site, make_dist):
+    make_dist.backend("acme-attention", "acme").unpack(site)
+    (file,) = site.glob("acme*.dist-info/entry_points.txt")
+    file.write_text(f"{other}\nacme = acme_attention\n")
+    assert not [text for text in _discovery.rescan().problems if "acme_attention" in text]
+
+
+def test_look_alikes_of_letters_do_not_make_two_distributions_the_same():
+    assert _discovery.normalized("Acme_Kernel") == "acme-kernel"
+    assert _discovery.normalized("acme-\u212aernel") != "acme-kernel"

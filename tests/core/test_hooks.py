@@ -7,7 +7,7 @@ import logging
 import pluggy
 import pytest
 
-from polyattn import BackendLoadError, _discovery, _hooks
+from polyattn import AttentionSpec, BackendLoadError, ConfigError, _discovery, _hooks, check_servable
 
 hookimpl = pluggy.HookimplMarker("polyattn")
 
@@ -215,3 +215,42 @@ def test_a_hook_plugin_that_asks_about_hooks_while_it_is_imported_works(site, ma
     reload()
     assert _hooks.installed("polyattn_prepared")
     assert _hooks._state.implemented == {"polyattn_prepared"}
+
+
+def test_an_observer_that_raises_system_exit_stops_nothing(caplog):
+    class Leaves:
+        @hookimpl
+        def polyattn_prepared(self, prepared):
+            raise SystemExit(3)
+
+    _hooks.register(Leaves(), "leaves")
+    try:
+        assert _hooks.call("polyattn_prepared", prepared=None) == []
+    finally:
+        _hooks.unregister("leaves")
+    assert "an implementation of the hook polyattn_prepared failed" in caplog.text
+
+
+def test_an_answer_about_serving_that_is_not_reasons_is_refused(isolated_registry):
+    spec = AttentionSpec(
+        hidden_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        v_head_dim=8,
+        dropout=0.0,
+        **dict.fromkeys(("rope", "qk_norm", "window", "softcap", "scale")),
+        **dict.fromkeys(("bias", "output_bias", "sinks"), False),
+    )
+
+    class Answers:
+        @hookimpl
+        def polyattn_check_servable(self, spec, target):
+            return "no"
+
+    _hooks.register(Answers(), "answers")
+    try:
+        with pytest.raises(ConfigError, match=r"must return a tuple of Reason, or None, got 'no'"):
+            check_servable(spec, "acme_engine")
+    finally:
+        _hooks.unregister("answers")

@@ -508,3 +508,20 @@ def test_the_errors_of_the_registry_survive_pickling(isolated_registry):
         copy = pickle.loads(pickle.dumps(error.value))
         assert (type(copy), str(copy)) == (type(error.value), str(error.value))
         assert getattr(copy, "name", None) == getattr(error.value, "name", None)
+
+
+@pytest.mark.parametrize("same_name", [False, True])
+def test_what_is_known_about_thousands_of_plugins_is_told_in_time_linear_in_their_number(same_name, monkeypatch):
+    claims = [
+        _discovery.candidate("polyattn.backends", "n" if same_name else f"n{i}", f"m{i}:A", dist=f"d{i}", version="1")
+        for i in range(4000)
+    ]
+    scan = _discovery.Scan({**dict.fromkeys(_discovery.GROUPS, ()), "polyattn.backends": tuple(claims)}, (), 0.0)
+    monkeypatch.setattr(_discovery, "current", lambda: scan)
+    registry = polyattn._registry.Registry(polyattn.backends._contract)
+    compared = []
+    monkeypatch.setattr(_discovery.Candidate, "__eq__", lambda a, b: compared.append(1) or a is b)
+    assert len(registry.infos()) == 4000
+    for i in (0, 2000, 3999):
+        assert registry.info(f"d{i}:{claims[i].name}").dist == f"d{i}"
+    assert len(compared) < 40_000

@@ -109,7 +109,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path):
     path.write_text("rope: yes", encoding="utf-8")
     result = rope(path)
     assert result.exit_code == 2
-    assert f"{path} is no JSON file" in result.output
+    assert f"{path} is not a JSON file" in result.output
 
 
 def test_positions_must_be_integers(config):

@@ -7,9 +7,11 @@ One scan serves the whole process until :func:`rescan`. Of every installed distr
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import logging
 import re
+import string
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -27,9 +29,12 @@ GROUPS = (BACKENDS, ROPE, HOOKS)
 #: The name in a config that stands for "decide per request"; no plugin may have it.
 AUTO = "auto"
 
+_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)  # others have look-alikes: the Kelvin sign
 _LEGAL_NAME = re.compile(r"[a-z][a-z0-9_]*")
 # What would act on a terminal instead of being shown there: controls, and marks that turn the direction of writing.
 _ACTS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_OURS = re.compile(r"poly.?at", re.IGNORECASE)  # finds files that may speak of us, misspelt too
+_NEAR = 0.87  # how alike a section must be to one of ours to be meant for it
 _VALUE = re.compile(r"(?P<module>[\w.]+)\s*(:\s*(?P<attr>[\w.]+)\s*)?(\[.*\]\s*)?")
 _logger = logging.getLogger("polyattn")
 
@@ -100,7 +105,7 @@ def rescan() -> Scan:
 
 def normalized(dist: str) -> str:
     """The one spelling of a distribution's name: ``"Polyattn_FA2"`` and ``"polyattn-fa2"`` are the same."""
-    return re.sub(r"[-_.]+", "-", dist.strip()).lower()
+    return re.sub(r"[-_.]+", "-", dist.strip()).translate(_LOWER)
 
 
 def candidate(group: str, name: str, value: str, **origin: Any) -> Candidate:
@@ -138,9 +143,10 @@ def _scan() -> Scan:
     for dist in distributions(problems):
         try:
             text = dist.read_text("entry_points.txt")
-            if not text or "polyattn." not in text:
+            if not text or not _OURS.search(text):
                 continue
             records = list(_claims(dist, _shown(text)))
+            problems += _misspelt(dist, text)
         except Exception as error:  # noqa: BLE001 - any metadata may be broken in any way; doctor shows it
             problems.append(f"{getattr(dist, '_path', dist)}: {type(error).__name__}: {error}")
             continue
@@ -204,11 +210,21 @@ def _claims(dist: Any, text: str) -> Iterator[_Found]:
     root = str(dist.locate_file(""))
     group = ""
     for line in map(str.strip, text.splitlines()):
-        if line.startswith("[") and line.endswith("]"):
-            group = line[1:-1].strip()
+        if line.startswith("["):
+            group = line[1:-1].strip() if line.endswith("]") else ""
         elif group in GROUPS and line and not line.startswith(("#", ";")):
             name, _, value = line.partition("=")
             yield _Found(candidate(group, name.strip(), value.strip(), **origin), root, folder, bool(header))
+
+
+def _misspelt(dist: Any, text: str) -> Iterator[str]:
+    """Sections that were meant for a group of ours and are not one: nobody looks at what stands in them."""
+    for line in filter(lambda line: line.startswith("["), map(str.strip, text.splitlines())):
+        section = line[1:].removesuffix("]").strip()
+        meant = difflib.get_close_matches(section.lower(), GROUPS, 1, _NEAR)
+        if meant and (section not in GROUPS or not line.endswith("]")):
+            where = f"{getattr(dist, '_path', dist)}/entry_points.txt"
+            yield f"{where}: the section {_shown(line)} is not a group of polyattn; did you mean [{meant[0]}]?"
 
 
 def _distinct(records: list[_Found]) -> list[Candidate]:

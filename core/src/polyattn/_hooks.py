@@ -83,12 +83,13 @@ def call(hook: str, /, **arguments: Any) -> Any:
 
     Returns:
         The results that are not ``None``, as a list; for ``polyattn_select_backend`` the first one or ``None``.
-        The exception of a hook that decides passes through; that of an observer is logged with its traceback.
+        The exception of a hook that decides passes through; that of an observer, ``SystemExit`` too, is logged with its
+        traceback.
     """
     try:
         return getattr(_manager.hook, hook)(**arguments)
-    except Exception:
-        if hook not in _OBSERVERS:
+    except BaseException as error:
+        if hook not in _OBSERVERS or isinstance(error, KeyboardInterrupt):
             raise
         _logger.exception("an implementation of the hook %s failed; nothing but its observation is lost", hook)
         return []

@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from polyattn import _discovery, _hooks
@@ -60,11 +60,11 @@ class Registry:
         self._contract = contract
         self._in_code = Registrations()
         self._outcomes: Once[Candidate, Outcome] = Once(final=lambda outcome: isinstance(outcome, Loaded))
-        self._seen: _discovery.Scan | None = None
+        self._seen: tuple[_discovery.Scan | None, dict[str, list[Candidate]]] = (None, {})
 
     def names(self) -> tuple[str, ...]:
         """Every installed or registered name, sorted, whether or not it can be loaded; imports no plugin."""
-        installed = {plugin.name for plugin in self._installed() if not illegal_name(plugin.group, plugin.name)}
+        installed = {name for name in self._installed() if not illegal_name(self._contract.group, name)}
         return tuple(sorted(installed.union(plugin.name for plugin in self._in_code.active())))
 
     def info(self, name: str) -> PluginInfo:
@@ -88,14 +88,13 @@ class Registry:
 
     def infos(self) -> tuple[PluginInfo, ...]:
         """What is known about every claim to any name, rivals, blocked and broken ones apart; imports no plugin."""
-        installed = self._installed()
         infos = [self._describe(plugin) for plugin in self._in_code.active()]
-        for plugin in installed:
-            rivals = _sound(rival for rival in installed if rival.name == plugin.name)
-            if plugin in rivals and len(rivals) > 1:
-                infos.append(PluginInfo.of(plugin, "conflict", conflict(self._contract.noun, plugin.name, rivals)))
-            else:
-                infos.append(self._describe(plugin))
+        for name, claims in self._installed().items():
+            rivals = _sound(claims)
+            text = conflict(self._contract.noun, name, rivals) if len(rivals) > 1 else ""
+            for plugin in claims:
+                rival = text and _sound([plugin])
+                infos.append(PluginInfo.of(plugin, "conflict", text) if rival else self._describe(plugin))
         return tuple(sorted(infos, key=lambda info: (info.name, info.dist, info.version, info.value)))
 
     def get(self, name: str) -> Any:
@@ -222,17 +221,22 @@ class Registry:
     def __repr__(self) -> str:
         return f"<Registry {self._contract.group}>"
 
-    def _installed(self) -> tuple[Candidate, ...]:
+    def _installed(self) -> Mapping[str, list[Candidate]]:
+        """The installed claims to each name."""
         scan = _discovery.current()
-        plugins = scan.candidates[self._contract.group]
-        if scan is not self._seen:
+        seen, claims = self._seen
+        if scan is not seen:
+            plugins = scan.candidates[self._contract.group]
             known = set(plugins)
             self._outcomes.forget(
                 lambda plugin, outcome: isinstance(outcome, Failed) or (bool(plugin.dist) and plugin not in known)
             )
-            self._seen = scan
+            claims = {}
+            for plugin in plugins:
+                claims.setdefault(plugin.name, []).append(plugin)
+            self._seen = scan, claims
             self._warn_absent()
-        return plugins
+        return claims
 
     def _warn_absent(self) -> None:
         trust.warn_absent({plugin.dist for group in _discovery.current().candidates.values() for plugin in group})
@@ -250,8 +254,8 @@ class Registry:
         dist, _, bare = name.rpartition(":")
         return [
             plugin
-            for plugin in self._installed()
-            if plugin.name == bare and (not dist or normalized(plugin.dist) == normalized(dist))
+            for plugin in self._installed().get(bare, ())
+            if not dist or normalized(plugin.dist) == normalized(dist)
         ]
 
     def _choose(self, name: str, claims: list[Candidate]) -> Candidate:

@@ -79,14 +79,14 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
         raise AttentionInputError(
             f"request must be an AttentionRequest, got {type(request).__name__}; AttentionRequest.of(q, k, v) makes one"
         )
-    candidates = {name: _reasons(name, layout, request) for name in backends.names()}
+    candidates = {name: reasons_of(name, layout, request) for name in backends.names()}
     ranks: dict[str, int] = {}
     for name in [name for name, reasons in candidates.items() if not reasons]:
         try:
             ranks[name] = _preference(name, layout, request)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - see _reasons
+        except BaseException as error:  # noqa: BLE001 - see reasons_of
             candidates[name] = (_failure("preference", error),)
     usable = tuple(ranks)
     if not usable:
@@ -106,7 +106,7 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
 
 def alternatives(layout: MaskLayout, request: AttentionRequest, *, but: str) -> tuple[str, ...]:
     """Names of the installed backends other than ``but`` that can do the request."""
-    return tuple(name for name in backends.names() if name != but and not _reasons(name, layout, request))
+    return tuple(name for name in backends.names() if name != but and not reasons_of(name, layout, request))
 
 
 def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> AttentionBackend:
@@ -178,7 +178,8 @@ class AutoBackend:
 _auto = AutoBackend()
 
 
-def _reasons(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+def reasons_of(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+    """Why the backend ``name`` refuses; a plugin that cannot be loaded or asked is a reason too."""
     try:
         backend = backends.get(name)
     except PolyattnError as error:

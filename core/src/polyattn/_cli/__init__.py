@@ -7,11 +7,13 @@ An error that polyattn raises on purpose ends a command with its message on stde
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import importlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
@@ -66,7 +68,7 @@ def cli() -> None:
 @contextlib.contextmanager
 def plugins_print_to_stderr() -> Iterator[None]:
     """Around whatever runs plugins: what they and their child processes print stays out of a command's answer."""
-    if sys.stdout is None or sys.stderr is None:  # closed by whoever started the process: nothing to keep apart
+    if sys.stderr is None:  # closed by whoever started the process: nothing to keep apart
         yield
         return
     sys.stdout.flush()
@@ -84,4 +86,17 @@ def main() -> None:
     """Run the command line with ``sys.argv``."""
     if sys.stderr is not None:
         faulthandler.enable()  # a plugin whose native code crashes ends the process; this says where it was
-    cli(prog_name="polyattn")
+    if sys.stdout is None:  # closed by whoever started the process, who wants the exit status alone
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the whole life of the process
+    try:
+        try:
+            cli(prog_name="polyattn")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered must not fail again at exit
+        if error.errno == errno.EPIPE:  # the reader has seen enough
+            sys.exit(1)
+        click.echo(f"Error: {error}" if error.filename else f"Error: the output cannot be written: {error}", err=True)
+        sys.exit(_Refusal.exit_code)

@@ -70,10 +70,12 @@ def _reasons(
     names: Sequence[str], relative_to: str | None, layout: MaskLayout, request: AttentionRequest
 ) -> dict[str, tuple[Reason, ...]]:
     """Whom to time, in order, and what speaks against each."""
-    from polyattn._select import explain
+    from polyattn._select import explain, reasons_of
 
     named = dict.fromkeys([*names, *([relative_to] if relative_to else [])])
-    found = {name: tuple(backends.get(name).unsupported(layout, request)) for name in named}
+    for name in named:
+        backends.get(name)  # what cannot be loaded is an error, not a refusal
+    found = {name: reasons_of(name, layout, request) for name in named}
     if relative_to and found[relative_to]:
         why = "; ".join(map(str, found[relative_to]))
         raise PolyattnError(f"--relative-to must name a backend that can do this, got '{relative_to}': {why}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
 import textwrap
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -38,9 +41,10 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     with plugins_print_to_stderr():
         machine, problems = _machine()
         if not problems:  # importing torch once more after it failed may kill the interpreter
-            for registry in (backends, rope_variants):
-                _load_all(registry)
-            _hooks.installed(_hooks.NAMES[0])
+            with _exits_refused():
+                for registry in (backends, rope_variants):
+                    _load_all(registry)
+                _hooks.installed(_hooks.NAMES[0])
         plugins = {
             section: [_finding(section, info.to_dict()) for info in infos()] for section, infos in SECTIONS.items()
         }
@@ -94,6 +98,23 @@ def _unreadable_for_torch() -> list[str]:
                 f"({brief(error)}); reinstall or remove that distribution, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0"
             )
     return problems
+
+
+@contextlib.contextmanager
+def _exits_refused() -> Iterator[None]:
+    """Make ``os._exit`` an error of the plugin that calls it, which would end this process without a word."""
+    process, leave = os.getpid(), os._exit
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != process:  # a child process, such as those of multiprocessing, ends that way
+            leave(status)
+        raise SystemExit(f"it calls os._exit({status}), which ends every program that loads it")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _load_all(registry: Registry) -> None:

@@ -29,16 +29,17 @@ def explain(ctx: click.Context, /, backend: str, as_json: bool, **given: Any) ->
     KIND is the mask; the exit status is 1 when no backend, or not the one that --backend names, can do it.
     """
     with plugins_print_to_stderr():
-        asked = None if backend == "auto" else backends.get(backend)
+        if backend != "auto":
+            backends.get(backend)  # what cannot be loaded is an error, not a refusal
         layout, request = ask(given)
 
-        from polyattn._select import Decision
+        from polyattn._select import Decision, reasons_of
         from polyattn._select import explain as decide
 
-        if asked is None:
+        if backend == "auto":
             decision = decide(layout, request)
         else:
-            reasons = tuple(asked.unsupported(layout, request))
+            reasons = reasons_of(backend, layout, request)
             decision = Decision(None if reasons else backend, {backend: reasons}, "asked for by name")
     click.echo(json.dumps(decision.to_dict(), indent=2) if as_json else f"{layout.describe()}\n{decision}")
     ctx.exit(0 if decision.chosen else 1)

@@ -34,6 +34,6 @@ def list_plugins(as_json: bool) -> None:
     from polyattn._cli.table import draw
 
     draw(("kind", "name", "status", "distribution", "version", "summary"), rows)
-    errors = [f"{info.name}: {info.error}\n" for infos in found.values() for info in infos if info.error]
-    for error in dict.fromkeys(errors):  # rivals share one
-        click.echo(error)
+    errors = {(info.name, info.error): None for infos in found.values() for info in infos if info.error}
+    for name, error in errors:  # rivals share one
+        click.echo(f"{name}: {error}\n")

@@ -17,6 +17,7 @@ from polyattn._errors import PolyattnError
 from polyattn._names import FIRST_PARTY
 
 _TEMPLATE = Path(__file__).with_name("template")
+_LONGEST = 100  # the package, its module and its folder are called so
 _TAKEN = {dist for dists in FIRST_PARTY.values() for dist in dists.values()} | {"polyattn-transformers"}
 
 
@@ -70,6 +71,8 @@ def _answers(given: str, rope: bool) -> dict[str, str]:
     if rope:
         name = name.removeprefix("rope_")
     fault = illegal_name(group, name)
+    if len(name) > _LONGEST:
+        fault = f"a plugin's name must have at most {_LONGEST} letters, got {len(name)}"
     dist = prefix + "-".join(filter(None, name.split("_")))
     if name in FIRST_PARTY[group] or dist in _TAKEN:
         fault = f"{FIRST_PARTY[group].get(name, dist)} has that name; choose another one"

@@ -86,7 +86,9 @@ def _read(path: str, reading: dict[str, Any]) -> RopeSpec:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RopeConfigError(f"{path} is no JSON file: {error}") from error
+        raise RopeConfigError(f"{path} is not a JSON file: {error}") from error
+    except RecursionError as error:
+        raise RopeConfigError(f"{path} cannot be read: it is nested too deeply") from error
     try:
         if isinstance(data, dict) and "schema_version" in data:
             _refuse_options(reading)

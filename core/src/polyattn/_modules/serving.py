@@ -73,6 +73,10 @@ def check_servable(spec: AttentionSpec, target: str) -> tuple[Reason, ...]:
     if _hooks.installed("polyattn_check_servable"):
         for answer in _hooks.call("polyattn_check_servable", spec=spec, target=target):
             known = True
+            if not isinstance(answer, (tuple, list)) or not all(isinstance(reason, Reason) for reason in answer):
+                raise ConfigError(
+                    f"the hook polyattn_check_servable must return a tuple of Reason, or None, got {shown(answer)}"
+                )
             reasons += answer
     if not known:
         raise ConfigError(

@@ -8,8 +8,8 @@ from torch import Tensor
 from polyattn._layout import MaskLayout
 from polyattn.testing.case import INFER, INFER_LSE, Case
 from polyattn.testing.checks.registry import check
-from polyattn.testing.layouts import LAYOUTS
 from polyattn.testing.failure import require
+from polyattn.testing.layouts import LAYOUTS
 from polyattn.testing.trial import Trial
 
 _NAMES = ("full", "causal", "causal_one_query", "causal_window", "packed", "right_padding", "inactive", "dense")
