@@ -40,7 +40,7 @@ def test_a_run_leaves_a_checkpoint_and_a_report(tiny_lm, settings, write_config,
     out = tmp_path / "out"
     result = tiny_lm("train", write_config(settings), "--out", out)
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in out.iterdir()) == ["checkpoint.pt", "report.json"]
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "checkpoint.pt", "report.json"]
     stored = Report.read(out)
     assert (stored.backend, stored.distribution, len(stored.losses)) == (
         "sdpa",
@@ -207,8 +207,9 @@ def test_a_folder_that_cannot_be_made_is_refused_before_training(tiny_lm, settin
     assert "file" in refused(tiny_lm("train", write_config(settings), "--out", tmp_path / "file" / "out"))
 
 
-def test_ctrl_c_finishes_the_step_and_leaves_a_usable_checkpoint(
-    tiny_lm, settings, write_config, tmp_path, monkeypatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_finish_the_step_and_leave_a_usable_checkpoint(
+    tiny_lm, settings, write_config, tmp_path, monkeypatch, number
 ):
     step = Run.step
     calls = []
@@ -216,16 +217,16 @@ def test_ctrl_c_finishes_the_step_and_leaves_a_usable_checkpoint(
     def interrupted(run):
         calls.append(run)
         if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return step(run)
 
     monkeypatch.setattr(Run, "step", interrupted)
     out, path = tmp_path / "out", write_config(settings)
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     result = tiny_lm("train", path, "--out", out)
-    assert result.exit_code == 130
+    assert result.exit_code == 128 + number
     assert "Interrupted after step 3" in result.output
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
     assert len(checkpoint.load(out / "checkpoint.pt")["losses"]) == 3
     assert tiny_lm("train", path, "--out", out, "--resume").exit_code == 0
     assert len(Report.read(out).losses) == 6
@@ -245,7 +246,7 @@ def test_the_demo_compares_two_backends_and_draws_their_curves(tiny_lm, settings
 def test_the_demo_fails_when_the_curves_differ_by_too_much(
     tiny_lm, settings, write_config, tmp_path, monkeypatch, last
 ):
-    def pretend(config_path, backend, out):
+    def pretend(config_path, backend, out, stop):
         out.mkdir(parents=True)
         Report(backend, f"polyattn-{backend} 0.1.0", [2.0, last if backend == "sdpa" else 1.0], 1.0, 2**20).write(out)
         return 0

@@ -16,23 +16,38 @@ from typing import Any
 import torch
 
 MAGIC = b"tiny_lm checkpoint 1"
+_UNFINISHED = ".unfinished"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, in the way, or belongs to another run."""
+    """A checkpoint is missing, damaged, belongs to another run, or cannot be written."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content`` in one move, after it has reached the disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace ``path`` by ``content`` in one move, after it has reached the disk.
+
+    Raises:
+        CheckpointError: it cannot be written, for want of room or permission; the old file is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror or error}; "
+            "what was there before is unchanged, and --resume goes on from it"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Files that :func:`write_atomically` did not finish, since its process was killed."""
+    return sorted(folder.glob(f".*.*{_UNFINISHED}"))
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

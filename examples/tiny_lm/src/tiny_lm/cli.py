@@ -1,32 +1,31 @@
 """The command line: ``tiny-lm train`` and ``tiny-lm demo``.
 
-What the user can put right ends with one message and exit status 2, an interrupted run with 130, a demo whose backends
-disagree with 1, and one whose run was ended by a signal with 128 and its number, as shells have it.
+What the user can put right ends with one message and exit status 2, a demo whose backends disagree with 1, and a run
+that a signal ended with 128 and the signal's number, as shells have it: 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import polyattn
-from tiny_lm import checkpoint, config, report
+from tiny_lm import checkpoint, config, display, report
+from tiny_lm.folder import FolderError, claimed, refuse_what_is_there
 from tiny_lm.train import Run, peak_memory, train
 
-INTERRUPTED = 130
+INTERRUPTED = 128 + signal.SIGINT
 CHECKPOINT = "checkpoint.pt"
 CURVES = "loss.png"
+RESULTS = (CHECKPOINT, report.FILE)
 COMPARED = ("eager", "sdpa")
 
 
@@ -56,52 +55,47 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:  # noqa: D102
         try:
             return super().invoke(ctx)
-        except (polyattn.PolyattnError, checkpoint.CheckpointError, OSError) as error:
+        except (polyattn.PolyattnError, checkpoint.CheckpointError, FolderError, OSError) as error:
             raise BadInput(str(error)) from error
         except KeyboardInterrupt:
             raise SystemExit(INTERRUPTED) from None
 
 
-@contextlib.contextmanager
-def interruptible() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into a set event, so that no step is cut in half; the second one interrupts at once."""
-    stop = threading.Event()
+class Stop:
+    """Whether a signal asked the run to stop.
 
-    def handle(_signum: int, _frame: object) -> None:
-        if stop.is_set():
+    Attributes:
+        number: of the signal; ``None`` until there is one.
+    """
+
+    number: int | None = None
+
+    def asked(self) -> bool:
+        """Whether there was a signal."""
+        return self.number is not None
+
+    def handle(self, number: int, _frame: object) -> None:
+        """Remember the first signal, so that no step is cut in half; the second one interrupts at once."""
+        if self.asked():
             raise KeyboardInterrupt
-        stop.set()
+        self.number = number
 
-    before = signal.signal(signal.SIGINT, handle)
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Stop]:
+    """Turn Ctrl-C and SIGTERM into a question that can be asked between steps."""
+    stop = Stop()
+    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @click.group(cls=Commands)
 def commands() -> None:
     """Train a small byte-level decoder; its config names the attention backend."""
-
-
-def refuse_what_is_there(out: Path, files: Sequence[str], cure: str) -> None:
-    """Refuse a folder for results that is none, or that holds one of the ``files`` that would be replaced."""
-    for path in (out, *out.parents):
-        if path.exists() and not path.is_dir():
-            raise BadInput(f"--out must be a folder, got {out}, but {path} is a file; give another --out")
-    there = [str(out / name) for name in files if (out / name).exists()]
-    if there:
-        raise BadInput(f"{', '.join(there)} exists; give {cure}, or another --out")
-
-
-def make_folder(out: Path) -> None:
-    """Make the folder for the results, before the work whose results it is for."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"--out {out} cannot be made: {error.strerror}; give another --out") from error
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise BadInput(f"--out {out} must be a folder that one may write to; give another --out")
 
 
 config_argument = click.argument(
@@ -121,43 +115,45 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Start again, 
 def train_command(
     config_path: Path, out: Path, attn_backend: str | None, steps: int | None, resume: bool, overwrite: bool
 ) -> None:
-    """Train the model that CONFIG describes; Ctrl-C saves a checkpoint and stops."""
-    path = out / CHECKPOINT
+    """Train the model that CONFIG describes; Ctrl-C or SIGTERM saves a checkpoint and stops."""
     if resume and overwrite:
         raise BadInput("--resume and --overwrite exclude each other, got both; give one")
-    replaced = () if resume or overwrite else (CHECKPOINT, report.FILE)
-    refuse_what_is_there(out, replaced, "--resume to go on, --overwrite to start again")
-    settings = config.load(config_path, attn_backend=attn_backend, steps=steps)
-    run = Run(settings)
-    if resume:
-        run.restore(checkpoint.load(path), path)
-    if len(run.losses) >= settings.steps:
-        click.echo(
-            f"{path} is at step {len(run.losses)} of {settings.steps}: nothing to do; give more --steps to go on"
-        )
-        return
-    make_folder(out)
+    replaced = () if resume or overwrite else RESULTS
 
+    def check() -> None:
+        refuse_what_is_there(out, replaced, "--resume to go on, --overwrite to start again", RESULTS)
+
+    check()
+    run = Run(config.load(config_path, attn_backend=attn_backend, steps=steps))
+    if resume:
+        checkpoint.load(out / CHECKPOINT)  # before a folder is made for what is not there
+    with claimed(out):
+        check()  # another run may have ended in between
+        if resume:
+            run.restore(checkpoint.load(out / CHECKPOINT), out / CHECKPOINT)
+        _go_on(run, out)
+
+
+def _go_on(run: Run, out: Path) -> None:
+    """Take the steps that are left, and write the report of all."""
+    settings, path, done = run.config, out / CHECKPOINT, len(run.losses)
+    if done >= settings.steps and report.is_of(out, run.losses):
+        click.echo(f"{path} is at step {done} of {settings.steps}: nothing to do; give more --steps to go on")
+        return
     names = sorted({settings.attention.layer(index).backend.name for index in range(settings.model.layers)})
     found = [polyattn.backends.info(name) for name in names if name in polyattn.backends.names()]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
-    with interruptible() as stop, Progress(*columns, TimeRemainingColumn()) as progress:
-        task = progress.add_task(", ".join(names), total=settings.steps, completed=len(run.losses), status="")
-
-        def show(loss: float, speed: float) -> None:
-            progress.update(task, advance=1, status=f"loss {loss:.3f}  {speed:,.0f} tokens/s")
-
-        speed = train(run, path, stop=stop.is_set, on_step=show)
+    with interruptible() as stop, display.shown(", ".join(names), done, settings.steps) as show:
+        speed = train(run, path, stop=stop.asked, on_step=show)
     report.Report(
         backend=", ".join(names),
         distribution=", ".join(f"{info.dist} {info.version}" for info in found),
         losses=run.losses,
-        tokens_per_second=speed,
+        tokens_per_second=speed or None,
         peak_memory=peak_memory(),
     ).write(out)
-    if stop.is_set():
+    if stop.number is not None:
         click.echo(f"Interrupted after step {len(run.losses)}; --resume goes on from {path}")
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(128 + stop.number)
 
 
 @commands.command("demo")
@@ -166,18 +162,24 @@ def train_command(
 @overwrite_option
 def demo_command(config_path: Path, out: Path, overwrite: bool) -> None:
     """Train CONFIG with eager and with sdpa, each in a process of its own, and compare the loss curves."""
-    written = [f"{backend}/{name}" for backend in COMPARED for name in (CHECKPOINT, report.FILE)]
-    refuse_what_is_there(out, () if overwrite else (*written, CURVES), "--overwrite to replace them")
+    written = [*(f"{backend}/{name}" for backend in COMPARED for name in RESULTS), CURVES]
+    refuse_what_is_there(out, () if overwrite else written, "--overwrite to replace them", written)
     Run(config.load(config_path))  # a mistake is reported once, here
-    make_folder(out)
+    with claimed(out):
+        _compare(config_path, out)
+
+
+def _compare(config_path: Path, out: Path) -> None:
     reports = []
     for backend in COMPARED:
         with interruptible() as stop:
-            status = _train_in_process(config_path, backend, out / backend)
-        if status < 0 and not stop.is_set():
+            status = _train_in_process(config_path, backend, out / backend, stop)
+        if stop.number is not None:
+            raise SystemExit(128 + stop.number)
+        if status < 0:
             raise KilledRun(backend, -status)
-        if status or stop.is_set():
-            raise SystemExit(INTERRUPTED if stop.is_set() else status)
+        if status:
+            raise SystemExit(status)
         reports.append(report.Report.read(out / backend))
     console = Console()
     console.print(report.table(reports))
@@ -189,9 +191,16 @@ def demo_command(config_path: Path, out: Path, overwrite: bool) -> None:
         raise SystemExit(1)
 
 
-def _train_in_process(config_path: Path, backend: str, out: Path) -> int:
+def _train_in_process(config_path: Path, backend: str, out: Path, stop: Stop) -> int:
     """Train in a process of its own, so that its peak memory is its own; gives its exit status."""
     options = ["--attn-backend", backend, "--out", str(out), "--overwrite"]
     command = [sys.executable, "-m", "tiny_lm", "train", str(config_path), *options]
     with subprocess.Popen(command) as process:
-        return process.wait()
+        told = False
+        while True:
+            try:
+                return process.wait(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                if stop.number == signal.SIGTERM and not told:  # Ctrl-C reaches the child from the terminal
+                    process.terminate()
+                    told = True

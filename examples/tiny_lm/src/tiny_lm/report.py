@@ -25,15 +25,15 @@ class Report:
         backend: name of the attention backend; several where groups of layers differ.
         distribution: the package that brought it, and its version.
         losses: mean loss in nats of every step.
-        tokens_per_second: speed of this process, saving left out.
-        peak_memory: the most memory the process held, in bytes.
+        tokens_per_second: speed of this process, saving left out; ``None`` when it took no step.
+        peak_memory: the most memory the process held, in bytes; ``None`` where the system does not say.
     """
 
     backend: str
     distribution: str
     losses: list[float]
-    tokens_per_second: float
-    peak_memory: int
+    tokens_per_second: float | None
+    peak_memory: int | None
 
     def write(self, folder: Path) -> None:
         """Store the report in ``folder``."""
@@ -43,6 +43,14 @@ class Report:
     def read(cls, folder: Path) -> Report:
         """The report that a run left in ``folder``."""
         return cls(**json.loads((folder / FILE).read_text(encoding="utf-8")))
+
+
+def is_of(folder: Path, losses: list[float]) -> bool:
+    """Whether the folder has the report of a run with these losses; a run that was killed may have left none."""
+    try:
+        return Report.read(folder).losses == losses
+    except (OSError, ValueError, TypeError):  # missing, or not a report
+        return False
 
 
 def largest_difference(reports: Sequence[Report]) -> float:
@@ -58,8 +66,8 @@ def table(reports: Sequence[Report]) -> Table:
             report.backend,
             report.distribution,
             f"{report.losses[-1]:.4f}",
-            f"{report.tokens_per_second:,.0f}",
-            f"{report.peak_memory / 2**20:,.0f} MiB",
+            "unknown" if report.tokens_per_second is None else f"{report.tokens_per_second:,.0f}",
+            "unknown" if report.peak_memory is None else f"{report.peak_memory / 2**20:,.0f} MiB",
         )
     return result
 

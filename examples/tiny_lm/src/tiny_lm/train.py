@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -171,12 +170,16 @@ def train(
     return speed
 
 
-def peak_memory() -> int:
-    """The most memory that this process has held so far, in bytes."""
+def peak_memory() -> int | None:
+    """The most memory that this process has held so far, in bytes; ``None`` where the system does not say."""
     status = Path("/proc/self/status")
     if status.exists():
         # getrusage would also count what the parent process held before it started this one.
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows has no such module
+        return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
