@@ -8,8 +8,8 @@ import torch
 from polyattn import MaskLayout, StructuredMask, backends
 from polyattn.testing.case import INFER, TRAIN, TRAIN_LSE, make_case
 from polyattn.testing.checks.host_reads import forbid_host_reads
-from polyattn.testing.variants import poisoned as _poisoned
 from polyattn.testing.trial import Trial
+from polyattn.testing.variants import poisoned as _poisoned
 from polyattn_fa2 import FlashBackend, FlashOptions
 
 BACKENDS = {
