@@ -51,7 +51,7 @@ def _cell(name: str, outcome: Outcome, note: Callable[[str], str]) -> str:
 
 
 def _reason(name: str, outcome: Outcome) -> str:
-    return re.sub(rf"\b{name}\b", "the class", outcome.text)
+    return re.sub(rf"\b{name}\b|^\w+(?= cannot keep)", "the class", outcome.text)
 
 
 def recorded(page: str) -> tuple[str, dict[str, Row]]:
@@ -79,7 +79,7 @@ def page() -> str:
         cells = row(name, outcomes, lambda text: f"[{notes.setdefault(text, len(notes) + 1)}]")
         ran = isinstance(outcomes, dict) and len(outcomes) > 1
         counts["run" if ran else "refused" if isinstance(outcomes, dict) else "not tried"] += 1
-        error = f"{max(one.error for one in outcomes.values()):.0e}" if ran else ""
+        error = f"{max(one.error for one in outcomes.values() if not one.failed):.0e}" if ran else ""
         lines.append(f"| `{name}` | " + " | ".join([*cells, error]) + " |")
     table = "\n".join(lines)
     listed = "\n".join(f"- [{number}] {text}" for text, number in notes.items())

@@ -207,7 +207,7 @@ def _stepped(model: Any, steps: Sequence[int]) -> Tensor:
 
 def _cached(model: Any, wanted: _References) -> Outcome:
     if wanted.whole is None or wanted.stepped is None:
-        return Outcome("none", "the class takes no cache")
+        return Outcome("none", "the class has no cache that a caller can pass on")
     found = _outcome(lambda: _stepped(model, STEPS), wanted.whole)
     if found.verdict == "WRONG" and _outcome(lambda: wanted.stepped, wanted.whole).verdict == "WRONG":
         found = _outcome(lambda: _stepped(model, STEPS), wanted.stepped)
