@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import polyattn_transformers
 from polyattn import BackendBase, ConfigError, UnknownBackendError, UnsupportedAttentionError, backends
 from polyattn_transformers._versions import check_version
+from tiny_configs import tiny_config
 from tiny_dists import TinyDist
 from tiny_models import ZOO, config_of, ids, model_of
 
@@ -197,6 +198,52 @@ def small(family, **changes):
 def test_a_model_that_cannot_run_is_refused_when_it_is_configured_with_what_can_be_done(kind, config, text):
     with torch.device("meta"), pytest.raises(ConfigError, match=rf"cannot serve {kind}, which .*{text}"):
         getattr(transformers, kind)._from_config(small(config), attn_implementation="polyattn_sdpa")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("LongT5ForConditionalGeneration", r"interface: .*block.0.layer.0.LocalSelfAttention \(LongT5LocalAttention\), "),
+        ("PegasusXForConditionalGeneration", r"interface: .*layers.0.self_attn \(PegasusXGlobalLocalAttention\), "),
+        ("EvollaForProteinText2Text", r"layers.0.0 \(EvollaSequenceCompressorAttention\), .* and \d+ more; switch"),
+        ("T5Gemma2ForConditionalGeneration", "joins the masks of its encoder and its decoder into one of numbers"),
+        ("Gemma4AssistantForCausalLM", "turns its mask of numbers round"),
+        ("Gemma4UnifiedAssistantForCausalLM", "turns its mask of numbers round"),
+        ("LightGlueForKeypointMatching", "turns its mask of numbers round; choose transformers' own"),
+        ("MiniMaxM3VLForCausalLM", "chooses blocks of keys for each query by an indexer"),
+    ],
+)
+def test_a_configuration_and_use_refuse_the_same_models_for_the_same_reason(kind, text):
+    build = getattr(transformers, kind)._from_config
+    config = tiny_config(getattr(transformers, kind).config_class)
+    with torch.device("meta"):
+        with pytest.raises(ConfigError, match=text):
+            build(copy.deepcopy(config), attn_implementation="polyattn_sdpa")
+        model = build(config, attn_implementation="eager")
+    before = implementations_of(model)
+    with pytest.raises(ConfigError, match=text):
+        polyattn_transformers.use(model, "sdpa")
+    assert implementations_of(model) == before
+
+
+def test_the_layers_of_a_loaded_model_are_looked_at_when_it_is_switched_by_transformers():
+    config = tiny_config(transformers.PegasusXConfig)
+    with torch.device("meta"):
+        model = transformers.PegasusXForConditionalGeneration._from_config(config, attn_implementation="eager")
+    with pytest.raises(ConfigError, match="PegasusXForConditionalGeneration cannot run on polyattn_sdpa, because these"):
+        model.set_attn_implementation("polyattn_sdpa")
+    decoder = model.model.decoder
+    assert implementations_of(polyattn_transformers.use(decoder, "sdpa")) == {"polyattn_sdpa"}
+
+
+@pytest.mark.parametrize("kind", ["AriaForConditionalGeneration", "AyaVisionForConditionalGeneration"])
+def test_torchs_own_attention_in_a_projector_or_a_head_is_no_reason_to_refuse(kind):
+    build = getattr(transformers, kind)._from_config
+    config = tiny_config(getattr(transformers, kind).config_class)
+    with torch.device("meta"):
+        build(copy.deepcopy(config), attn_implementation="polyattn_sdpa")
+        model = build(config, attn_implementation="eager")
+    assert implementations_of(polyattn_transformers.use(model, "sdpa")) == {"polyattn_sdpa"}
 
 
 def test_the_language_model_of_a_model_that_cannot_run_is_switched_alone():
