@@ -47,18 +47,6 @@ def test_register_twice_is_harmless():
     assert model_of("llama", "sdpa").config._attn_implementation == "sdpa"
 
 
-def test_importing_registers_nothing_and_register_imports_no_backend(run_python):
-    code = """
-    import sys, polyattn_transformers
-    from transformers import AttentionInterface
-    assert not [name for name in AttentionInterface._global_mapping if name.startswith("polyattn_")]
-    polyattn_transformers.register()
-    assert "polyattn_sdpa" in AttentionInterface._global_mapping
-    assert not [name for name in ("polyattn_sdpa", "polyattn_flex", "polyattn_fa2") if name in sys.modules]
-    """
-    run_python(textwrap.dedent(code))
-
-
 @pytest.mark.parametrize("name", ["polyattn_eager", "polyattn_sdpa", "polyattn_auto"])
 def test_a_model_is_built_and_loaded_by_name(name, tmp_path):
     model = AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation=name)
@@ -326,7 +314,7 @@ def test_no_model_loses_a_request_for_attention_weights(name):
         model(**ZOO[name].inputs(), output_attentions=True)
 
 
-def test_a_strangers_backend_is_a_name_like_any_other(run_python, tmp_path):
+def test_importing_registers_nothing_and_a_strangers_backend_is_a_name_like_any_other(run_python, tmp_path):
     module = """
         from torch.nn.functional import scaled_dot_product_attention
         from polyattn import AttentionResult, BackendBase
@@ -347,12 +335,19 @@ def test_a_strangers_backend_is_a_name_like_any_other(run_python, tmp_path):
     """
     dist = TinyDist("acme", backends={"acme": "acme:Backend"}, modules={"acme.py": textwrap.dedent(module)})
     code = """
-        import torch, polyattn_transformers
+        import sys, polyattn_transformers
+        from transformers import AttentionInterface
+
+        assert not [name for name in AttentionInterface._global_mapping if name.startswith("polyattn_")]
+        polyattn_transformers.register()
+        assert {"polyattn_sdpa", "polyattn_acme"} <= AttentionInterface._global_mapping.keys()
+        assert not sys.modules.keys() & {"polyattn_sdpa", "polyattn_flex", "polyattn_fa2", "acme"}
+
+        import torch
         from polyattn import AttentionConfig
         from tiny_models import ids, model_of
 
         assert AttentionConfig.from_dict({"attn_backend": "acme"}).layer(0).backend.name == "acme"
-        polyattn_transformers.register()
         logits = [model_of("llama", name)(ids()).logits for name in ("polyattn_acme", "eager")]
         torch.testing.assert_close(*logits)
     """
