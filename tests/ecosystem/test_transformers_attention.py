@@ -410,5 +410,5 @@ def test_a_mask_that_tells_no_queries_apart_serves_layers_with_other_numbers_of_
 )
 def test_a_mask_that_may_tell_queries_apart_must_have_the_queries_of_the_layer(mask):
     q, k = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 4, 8)
-    with pytest.raises(LayoutError, match=r"the mask of Linear is for \d queries and \d keys, but it has 2 and 4; give"):
+    with pytest.raises(LayoutError, match=r"the mask of Linear is for \d queries and \d keys, but it has 2 and 4"):
         attention_forward(nn.Linear(1, 1), q, k, k, mask, polyattn_backend="sdpa")

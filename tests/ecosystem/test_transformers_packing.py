@@ -286,7 +286,7 @@ def test_a_model_whose_own_code_computes_with_the_mask_refuses_packed_documents(
     config = tiny_config(getattr(transformers, kind).config_class)
     config.update(changes)
     model = getattr(transformers, kind)._from_config(config, attn_implementation="polyattn_sdpa")
-    with pytest.raises(LayoutError, match=f"PackedMask is not a tensor and {text}: .* in a model whose own code comput"):
+    with pytest.raises(LayoutError, match=f"PackedMask is not a tensor and {text}: .* in a model whose own code"):
         run(model, input_ids=tokens(), **inputs)
 
 

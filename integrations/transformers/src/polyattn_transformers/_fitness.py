@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
@@ -57,16 +56,17 @@ def attentions_of(model: nn.Module) -> tuple[list[str], list[str]]:
     An attention class with another one inside is a wrapper and belongs to neither; so does torch's own
     ``nn.MultiheadAttention``, which stays as it is under every implementation.
     """
-    found = {name: module for name, module in model.named_modules() if _is_one(type(module))}
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    found = {name: kind for name, kind in kinds.items() if kind is nn.MultiheadAttention or attends(kind)}
     wrappers = {
         outer for outer in found for name in found if name != outer and name.startswith(f"{outer}." if outer else "")
     }
-    layers = {name: type(module) for name, module in found.items() if name not in wrappers}
+    layers = {name: kind for name, kind in found.items() if name not in wrappers}
     followers = [name for name, kind in layers.items() if asks_interface(kind)]
     strangers = [
         f"{name} ({kind.__name__})"
         for name, kind in layers.items()
-        if name not in followers and not issubclass(kind, nn.MultiheadAttention)
+        if name not in followers and kind is not nn.MultiheadAttention
     ]
     return followers, strangers
 
@@ -105,11 +105,6 @@ def attends(kind: type[Any]) -> bool:
         return False
     named = "Attention" in kind.__name__ and not _NO_ATTENTION.search(kind.__name__)
     return named or asks_interface(kind)
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_one(kind: type[nn.Module]) -> bool:
-    return issubclass(kind, nn.MultiheadAttention) or attends(kind)
 
 
 def _choices(module: Any) -> list[str] | None:

@@ -144,7 +144,7 @@ def _end_of_init(self: PreTrainedModel) -> None:
     implementation = self.config._attn_implementation  # noqa: SLF001
     if isinstance(implementation, str) and implementation.startswith(PREFIX):
         refuse_strangers(self, implementation, parts=False)
-    _end_of_transformers(self)
+    _end_of_transformers(self)  # type: ignore[no-untyped-call]
 
 
 def _configs(model: nn.Module) -> Iterator[PretrainedConfig]:
