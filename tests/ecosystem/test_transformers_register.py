@@ -18,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import polyattn_transformers
 from polyattn import BackendBase, ConfigError, UnknownBackendError, UnsupportedAttentionError, backends
+from polyattn_transformers._fitness import attends
 from polyattn_transformers._versions import check_version
 from tiny_configs import tiny_config
 from tiny_dists import TinyDist
@@ -193,7 +194,10 @@ def test_a_model_that_cannot_run_is_refused_when_it_is_configured_with_what_can_
     [
         ("LongT5ForConditionalGeneration", r"interface: .*block.0.layer.0.LocalSelfAttention \(LongT5LocalAttention\)"),
         ("PegasusXForConditionalGeneration", r"interface: .*layers.0.self_attn \(PegasusXGlobalLocalAttention\), "),
-        ("EvollaForProteinText2Text", r"layers.0.0 \(EvollaSequenceCompressorAttention\), .* and \d+ more; switch"),
+        (
+            "EvollaForProteinText2Text",
+            r"Attention\), .* and \d+ more; of a .* attn_implementation=\{'text_config': 'polyattn_sdpa'\}, or",
+        ),
         ("T5Gemma2ForConditionalGeneration", "joins the masks of its encoder and its decoder into one of numbers"),
         ("Gemma4AssistantForCausalLM", "turns its mask of numbers round"),
         ("Gemma4UnifiedAssistantForCausalLM", "turns its mask of numbers round"),
@@ -222,6 +226,11 @@ def test_the_layers_of_a_loaded_model_are_looked_at_when_it_is_switched_by_trans
         model.set_attn_implementation("polyattn_sdpa")
     decoder = model.model.decoder
     assert implementations_of(polyattn_transformers.use(decoder, "sdpa")) == {"polyattn_sdpa"}
+
+
+def test_what_belongs_to_an_attention_and_does_not_attend_is_no_reason_to_refuse():
+    names = ("MemoryAttentionMLP", "AttentionPooling", "AttentionOutput", "LocalAttention")
+    assert [name for name in names if attends(type(name, (nn.Module,), {}))] == ["LocalAttention"]
 
 
 @pytest.mark.parametrize("kind", ["AriaForConditionalGeneration", "AyaVisionForConditionalGeneration"])

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from polyattn import ConfigError
 from polyattn_transformers._parts import MIXERS, asks_interface
 
-_NO_ATTENTION = re.compile(rf"{MIXERS.pattern}|Linear|Output|Pool|Bias")
+_NO_ATTENTION = re.compile(rf"{MIXERS.pattern}|Linear|Output|Pool|Bias|MLP")
 #: How many layers a message names.
 _SHOWN = 6
 _OWN = {"_supports_sdpa": "sdpa", "_supports_flash_attn": "flash_attention_2", "_supports_flex_attn": "flex_attention"}
@@ -90,8 +90,9 @@ def refuse_strangers(model: nn.Module, implementation: str, *, parts: bool) -> N
         more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
         raise ConfigError(
             f"{type(model).__name__} cannot run on {implementation}, because these modules attend without "
-            f"transformers' attention interface: {', '.join(strangers[:_SHOWN])}{more}; switch the submodels that do "
-            "use it one by one"
+            f"transformers' attention interface: {', '.join(strangers[:_SHOWN])}{more}; of a model with several parts "
+            f"choose those that can, attn_implementation={{'text_config': {implementation!r}}}, or switch them "
+            "one by one with polyattn_transformers.use"
         )
 
 
