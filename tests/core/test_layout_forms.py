@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn._errors import LayoutError
 from polyattn._layout import MaskLayout, StructuredMask, base
+from polyattn._request import AttentionRequest
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +144,25 @@ def test_constructors_are_exported_with_symbolic_lengths(strict):
     inputs = torch.tensor([[0, 0, 0, 1, 1, 1]]), torch.tensor([[False, True, True, True, True, False]])
     for exported, direct in zip(program.module()(*inputs), Masks()(*inputs), strict=True):
         assert torch.equal(exported, direct.expand(exported.shape))
+
+
+class Asked(torch.nn.Module):
+    def forward(self, q, ids, valid):
+        mask = StructuredMask(q_segments=ids, kv_segments=ids, kv_valid=valid)
+        layout = MaskLayout(ids.shape[1], ids.shape[1], visibility=mask, validate=False)
+        return layout.to_dense().expand(AttentionRequest.of(q, q, q).batch, -1, -1, -1) & True
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_layout_and_a_request_are_exported_with_a_symbolic_batch(strict):
+    def inputs(rows):
+        ids = torch.arange(4).expand(rows, 4) // 2
+        return torch.zeros(rows, 1, 4, 8), ids, ids > 0
+
+    program = torch.export.export(
+        Asked(), inputs(3), dynamic_shapes=[{0: torch.export.Dim("rows", min=2, max=64)}] * 3, strict=strict
+    )
+    assert torch.equal(program.module()(*inputs(5)), Asked()(*inputs(5)))
 
 
 def test_values_on_a_device_without_data_are_never_read():

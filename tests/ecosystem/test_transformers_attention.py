@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import polyattn_transformers
 from polyattn import AttentionInputError, LayoutError, MaskLayout, UnsupportedAttentionError, backends
 from polyattn.testing.reference import reference_attention
-from polyattn_transformers import packed
+from polyattn_transformers import LayoutMask, packed
 from polyattn_transformers._attention import attention_forward
 from polyattn_transformers._mask_function import layout_mask
 from tiny_models import ids, left_padding, model_of
@@ -369,3 +370,45 @@ def test_autocast_casts_as_the_core_does():
     with torch.autocast("cpu", torch.bfloat16):
         low = model(ids()).logits
     assert torch.allclose(low.float(), model(ids()).logits, atol=0.5)
+
+
+def bridge_tower(implementation):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BridgeTowerConfig(
+        **sizes,
+        text_config=sizes | {"vocab_size": 99, "max_position_embeddings": 16},
+        vision_config={"hidden_size": 64, "num_hidden_layers": 1, "patch_size": 8, "image_size": 16},
+    )
+    torch.manual_seed(0)
+    return transformers.BridgeTowerModel._from_config(config, attn_implementation=implementation).eval()
+
+
+def test_a_mask_that_tells_no_queries_apart_serves_layers_with_other_numbers_of_queries():
+    # The model makes its mask for one query, and takes that of a picture for the queries of a text.
+    padding = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    inputs = {
+        "input_ids": ids(length=7),
+        "attention_mask": padding,
+        "pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)),
+    }
+    got, want = (bridge_tower(name)(**inputs) for name in ("polyattn_sdpa", "eager"))
+    torch.testing.assert_close(got.text_features[padding.bool()], want.text_features[padding.bool()])
+    torch.testing.assert_close(got.image_features, want.image_features)
+    whole = bridge_tower("polyattn_sdpa")(**inputs | {"attention_mask": torch.ones_like(padding)})
+    assert not torch.allclose(whole.image_features, got.image_features)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        LayoutMask(MaskLayout.causal(3, 4), batch=1),
+        LayoutMask(MaskLayout.full(3, 4, active_queries=torch.ones(1, 3, dtype=torch.bool)), batch=1),
+        LayoutMask(MaskLayout.dense(torch.ones(1, 1, 3, 4, dtype=torch.bool)), batch=1),
+        LayoutMask(MaskLayout.full(2, 3), batch=1),
+    ],
+    ids=["causal", "active queries", "dense", "other keys"],
+)
+def test_a_mask_that_may_tell_queries_apart_must_have_the_queries_of_the_layer(mask):
+    q, k = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 4, 8)
+    with pytest.raises(LayoutError, match=r"the mask of Linear is for \d queries and \d keys, but it has 2 and 4"):
+        attention_forward(nn.Linear(1, 1), q, k, k, mask, polyattn_backend="sdpa")

@@ -162,8 +162,15 @@ def test_what_transformers_itself_cannot_compile_says_so_there():
         model(ids())
 
 
+def test_auto_is_refused_in_a_compiled_model_by_name():
+    model = torch.compile(model_of("llama", "polyattn_auto"), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="'auto' cannot decide inside a compiled function; name the backend"):
+        model(ids())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.filterwarnings("ignore")  # the exporter's own, about its experimental state and torch's version
-def test_a_decode_step_with_a_static_cache_is_exported():
+def test_a_decode_step_with_a_static_cache_is_exported(dynamic):
     # The mask that generation made ahead is an input of the exported program.
     exporters = pytest.importorskip("transformers.exporters.exporter_dynamo")
     from transformers.exporters.utils import decompose_prefill_decode
@@ -174,7 +181,7 @@ def test_a_decode_step_with_a_static_cache_is_exported():
         1
     ]
     assert isinstance(step["attention_mask"], polyattn_transformers.LayoutMask)
-    program = exporters.DynamoExporter().export(model, copy.deepcopy(step), exporters.DynamoConfig())
+    program = exporters.DynamoExporter().export(model, copy.deepcopy(step), exporters.DynamoConfig(dynamic=dynamic))
     names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
     with torch.no_grad():
         want = model(**copy.deepcopy(step)).logits

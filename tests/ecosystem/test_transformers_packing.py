@@ -6,11 +6,13 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, StaticCache
 
 import polyattn_transformers
 from polyattn import LayoutError, MaskLayout
 from polyattn_transformers import PackedMask, packed
+from tiny_configs import tiny_config
 from tiny_models import ids, model_of
 
 LENGTHS = [3, 2, 4]
@@ -270,6 +272,22 @@ def test_a_packed_prompt_to_generate_is_refused_by_name():
         (TypeError, AttributeError), match=r"a PackedMask is not a tensor and .*generation takes no packed prompts"
     ):
         model.generate(tokens(), **packed(LENGTHS), max_new_tokens=2, pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "text"),
+    [
+        ("LayoutLMForMaskedLM", {}, "has no attribute 'unsqueeze'"),
+        ("Lfm2ForCausalLM", {"layer_types": ["full_attention"] * 2}, "cannot be compared with numbers"),
+    ],
+)
+@pytest.mark.parametrize("inputs", [packed(LENGTHS), {"position_ids": POSITIONS, "attention_mask": ONES}])
+def test_a_model_whose_own_code_computes_with_the_mask_refuses_packed_documents(kind, changes, text, inputs):
+    config = tiny_config(getattr(transformers, kind).config_class)
+    config.update(changes)
+    model = getattr(transformers, kind)._from_config(config, attn_implementation="polyattn_sdpa")
+    with pytest.raises(LayoutError, match=f"PackedMask is not a tensor and {text}: .* in a model whose own code"):
+        run(model, input_ids=tokens(), **inputs)
 
 
 def test_a_packed_mask_equals_itself_and_no_number():

@@ -18,7 +18,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import polyattn_transformers
 from polyattn import BackendBase, ConfigError, UnknownBackendError, UnsupportedAttentionError, backends
+from polyattn_transformers._fitness import attends
 from polyattn_transformers._versions import check_version
+from tiny_configs import tiny_config
 from tiny_dists import TinyDist
 from tiny_models import ZOO, config_of, ids, model_of
 
@@ -44,18 +46,6 @@ def test_register_twice_is_harmless():
     assert polyattn_transformers.register() == polyattn_transformers.register()
     assert PreTrainedModel.get_correct_attn_implementation is before
     assert model_of("llama", "sdpa").config._attn_implementation == "sdpa"
-
-
-def test_importing_registers_nothing_and_register_imports_no_backend(run_python):
-    code = """
-    import sys, polyattn_transformers
-    from transformers import AttentionInterface
-    assert not [name for name in AttentionInterface._global_mapping if name.startswith("polyattn_")]
-    polyattn_transformers.register()
-    assert "polyattn_sdpa" in AttentionInterface._global_mapping
-    assert not [name for name in ("polyattn_sdpa", "polyattn_flex", "polyattn_fa2") if name in sys.modules]
-    """
-    run_python(textwrap.dedent(code))
 
 
 @pytest.mark.parametrize("name", ["polyattn_eager", "polyattn_sdpa", "polyattn_auto"])
@@ -199,6 +189,60 @@ def test_a_model_that_cannot_run_is_refused_when_it_is_configured_with_what_can_
         getattr(transformers, kind)._from_config(small(config), attn_implementation="polyattn_sdpa")
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("LongT5ForConditionalGeneration", r"interface: .*block.0.layer.0.LocalSelfAttention \(LongT5LocalAttention\)"),
+        ("PegasusXForConditionalGeneration", r"interface: .*layers.0.self_attn \(PegasusXGlobalLocalAttention\), "),
+        (
+            "EvollaForProteinText2Text",
+            r"Attention\), .* and \d+ more; of a .* attn_implementation=\{'text_config': 'polyattn_sdpa'\}, or",
+        ),
+        ("T5Gemma2ForConditionalGeneration", "joins the masks of its encoder and its decoder into one of numbers"),
+        ("Gemma4AssistantForCausalLM", "turns its mask of numbers round"),
+        ("Gemma4UnifiedAssistantForCausalLM", "turns its mask of numbers round"),
+        ("LightGlueForKeypointMatching", "turns its mask of numbers round; choose transformers' own"),
+        ("MiniMaxM3VLForCausalLM", "chooses blocks of keys for each query by an indexer"),
+    ],
+)
+def test_a_configuration_and_use_refuse_the_same_models_for_the_same_reason(kind, text):
+    build = getattr(transformers, kind)._from_config
+    config = tiny_config(getattr(transformers, kind).config_class)
+    with torch.device("meta"):
+        with pytest.raises(ConfigError, match=text):
+            build(copy.deepcopy(config), attn_implementation="polyattn_sdpa")
+        model = build(config, attn_implementation="eager")
+    before = implementations_of(model)
+    with pytest.raises(ConfigError, match=text):
+        polyattn_transformers.use(model, "sdpa")
+    assert implementations_of(model) == before
+
+
+def test_the_layers_of_a_loaded_model_are_looked_at_when_it_is_switched_by_transformers():
+    config = tiny_config(transformers.PegasusXConfig)
+    with torch.device("meta"):
+        model = transformers.PegasusXForConditionalGeneration._from_config(config, attn_implementation="eager")
+    with pytest.raises(ConfigError, match="PegasusXForConditionalGeneration cannot run on polyattn_sdpa, because"):
+        model.set_attn_implementation("polyattn_sdpa")
+    decoder = model.model.decoder
+    assert implementations_of(polyattn_transformers.use(decoder, "sdpa")) == {"polyattn_sdpa"}
+
+
+def test_what_belongs_to_an_attention_and_does_not_attend_is_no_reason_to_refuse():
+    names = ("MemoryAttentionMLP", "AttentionPooling", "AttentionOutput", "LocalAttention")
+    assert [name for name in names if attends(type(name, (nn.Module,), {}))] == ["LocalAttention"]
+
+
+@pytest.mark.parametrize("kind", ["AriaForConditionalGeneration", "AyaVisionForConditionalGeneration"])
+def test_torchs_own_attention_in_a_projector_or_a_head_is_no_reason_to_refuse(kind):
+    build = getattr(transformers, kind)._from_config
+    config = tiny_config(getattr(transformers, kind).config_class)
+    with torch.device("meta"):
+        build(copy.deepcopy(config), attn_implementation="polyattn_sdpa")
+        model = build(config, attn_implementation="eager")
+    assert implementations_of(polyattn_transformers.use(model, "sdpa")) == {"polyattn_sdpa"}
+
+
 def test_the_language_model_of_a_model_that_cannot_run_is_switched_alone():
     encoder = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "dim_head": 8, "input_dim": 8, "output_dim": 8}
     text = {
@@ -279,7 +323,7 @@ def test_no_model_loses_a_request_for_attention_weights(name):
         model(**ZOO[name].inputs(), output_attentions=True)
 
 
-def test_a_strangers_backend_is_a_name_like_any_other(run_python, tmp_path):
+def test_importing_registers_nothing_and_a_strangers_backend_is_a_name_like_any_other(run_python, tmp_path):
     module = """
         from torch.nn.functional import scaled_dot_product_attention
         from polyattn import AttentionResult, BackendBase
@@ -300,12 +344,19 @@ def test_a_strangers_backend_is_a_name_like_any_other(run_python, tmp_path):
     """
     dist = TinyDist("acme", backends={"acme": "acme:Backend"}, modules={"acme.py": textwrap.dedent(module)})
     code = """
-        import torch, polyattn_transformers
+        import sys, polyattn_transformers
+        from transformers import AttentionInterface
+
+        assert not [name for name in AttentionInterface._global_mapping if name.startswith("polyattn_")]
+        polyattn_transformers.register()
+        assert {"polyattn_sdpa", "polyattn_acme"} <= AttentionInterface._global_mapping.keys()
+        assert not sys.modules.keys() & {"polyattn_sdpa", "polyattn_flex", "polyattn_fa2", "acme"}
+
+        import torch
         from polyattn import AttentionConfig
         from tiny_models import ids, model_of
 
         assert AttentionConfig.from_dict({"attn_backend": "acme"}).layer(0).backend.name == "acme"
-        polyattn_transformers.register()
         logits = [model_of("llama", name)(ids()).logits for name in ("polyattn_acme", "eager")]
         torch.testing.assert_close(*logits)
     """

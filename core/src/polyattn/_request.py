@@ -123,11 +123,13 @@ class AttentionRequest:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        import torch
+
         problems = []
         for name in ("batch", "heads", "kv_heads", "head_dim", "v_head_dim"):
             value = getattr(self, name)
             least = 0 if name == "batch" else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool) or value < least:
                 problems.append(f"{name} must be an int >= {least}, got {shown(value)}")
             elif name.endswith("dim") and value > _WIDEST:
                 problems.append(f"{name} must be at most {_WIDEST}, got {shown(value)}")
@@ -135,7 +137,10 @@ class AttentionRequest:
             problems.append(
                 f"heads must be a multiple of kv_heads, got heads={self.heads} and kv_heads={self.kv_heads}"
             )
-        problems += self._wrong_types()
+        if not isinstance(self.dtype, torch.dtype):
+            problems.append(f"dtype must be a torch.dtype, got {shown(self.dtype)}")
+        if not isinstance(self.device, torch.device):
+            problems.append(f"device must be a torch.device, got {shown(self.device)}; make one with torch.device(...)")
         for name in ("scale", "dropout_p", "softcap"):
             value = getattr(self, name)
             if isinstance(value, int) and is_number(value):
@@ -162,16 +167,6 @@ class AttentionRequest:
             problems.append("needs_bias_grad must come with has_bias=True, got has_bias=False")
         if problems:
             raise AttentionInputError("; ".join(problems))
-
-    def _wrong_types(self) -> list[str]:
-        import torch
-
-        wrong: list[str] = []
-        if not isinstance(self.dtype, torch.dtype):
-            wrong.append(f"dtype must be a torch.dtype, got {shown(self.dtype)}")
-        if not isinstance(self.device, torch.device):
-            wrong.append(f"device must be a torch.device, got {shown(self.device)}; make one with torch.device(...)")
-        return wrong
 
     def _is_finite(self, value: object) -> bool:
         """Whether a number is one also in the dtype in which scores are computed."""

@@ -86,7 +86,10 @@ def _positions(visibility: object, q: Tensor | None, k: Tensor | None) -> dict[s
 def _one_size(name: str, given: int | None, found: dict[str, int], problems: list[str]) -> int:
     """The size that all agree on, where 1 broadcasts; a disagreement is added to ``problems``."""
     sizes = {**({} if given is None else {name: given}), **found}
-    distinct = {size for size in sizes.values() if size != 1}
+    distinct: list[int] = []  # not a set: the symbolic sizes of a traced graph have no hash
+    for size in sizes.values():
+        if size != 1 and size not in distinct:
+            distinct.append(size)
     # A given size is what the layout has: a tensor may broadcast to it, it does not broadcast to a tensor.
     if len(distinct) > 1 or (given == 1 and distinct):
         got = ", ".join(f"{key} {size}" for key, size in sizes.items())

@@ -17,6 +17,7 @@ from polyattn import (
     MaskLayout,
     PreparedAttention,
     Reason,
+    StructuredMask,
     UnsupportedAttentionError,
 )
 from polyattn_transformers._backends import loaded
@@ -147,7 +148,7 @@ def attention_forward(
             documents=(attention_mask.name, attention_mask.documents),
         )
     if isinstance(attention_mask, LayoutMask):
-        _check_fit(module, attention_mask.layout, query.shape[2], key.shape[2])
+        attention_mask = _fitted(module, attention_mask, query.shape[2], key.shape[2])
         prepared = attention_mask.prepare(
             chosen, request, window=sliding_window, position_ids=position_ids, segments=segments
         )
@@ -186,13 +187,20 @@ def _from_tensor(mask: Tensor, query: Tensor, key: Tensor, bias: Tensor | None) 
     return LayoutMask(MaskLayout.full(q_len, kv_len), batch=batch), mask if bias is None else bias + mask
 
 
-def _check_fit(module: nn.Module, layout: MaskLayout, q_len: int, kv_len: int) -> None:
-    if (layout.q_len, layout.kv_len) != (q_len, kv_len):
-        raise LayoutError(
-            f"the mask of {type(module).__name__} is for {layout.q_len} queries and {layout.kv_len} keys, but it has "
-            f"{q_len} and {kv_len}; give an attention_mask [B, K] with one entry for each token, or choose "
-            "transformers' own attn_implementation for a model that joins keys of its own to those of the tokens"
-        )
+def _fitted(module: nn.Module, mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
+    """The mask for the queries of a layer; one that only says which keys are there is the same for all queries."""
+    layout = mask.layout
+    if (layout.q_len, layout.kv_len) == (q_len, kv_len):
+        return mask
+    visibility = layout.visibility
+    same = isinstance(visibility, StructuredMask) and visibility.given() <= {"kv_valid"}
+    if layout.kv_len == kv_len and same and layout.active_queries is None and mask.documents is None:
+        return mask.of_queries(q_len)
+    raise LayoutError(
+        f"the mask of {type(module).__name__} is for {layout.q_len} queries and {layout.kv_len} keys, but it has "
+        f"{q_len} and {kv_len}; give an attention_mask [B, K] with one entry for each token, or choose "
+        "transformers' own attn_implementation for a model that joins keys of its own to those of the tokens"
+    )
 
 
 def _causality(module: nn.Module, is_causal: bool | None, q_len: int) -> bool:

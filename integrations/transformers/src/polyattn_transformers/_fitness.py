@@ -11,9 +11,12 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from polyattn import ConfigError
 from polyattn_transformers._parts import MIXERS, asks_interface
 
-_NO_ATTENTION = re.compile(rf"{MIXERS.pattern}|Linear|Output|Pool|Bias")
+_NO_ATTENTION = re.compile(rf"{MIXERS.pattern}|Linear|Output|Pool|Bias|MLP")
+#: How many layers a message names.
+_SHOWN = 6
 _OWN = {"_supports_sdpa": "sdpa", "_supports_flash_attn": "flash_attention_2", "_supports_flex_attn": "flex_attention"}
 
 
@@ -50,15 +53,51 @@ def obstacle(kind: type[PreTrainedModel], config: PretrainedConfig) -> str | Non
 def attentions_of(model: nn.Module) -> tuple[list[str], list[str]]:
     """Names of the attention layers that ask transformers' interface, and of those that attend by themselves.
 
-    An attention class with another one inside is a wrapper and belongs to neither.
+    An attention class with another one inside is a wrapper and belongs to neither; so does torch's own
+    ``nn.MultiheadAttention``, which stays as it is under every implementation.
     """
-    found = {name: module for name, module in model.named_modules() if attends(type(module))}
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    found = {name: kind for name, kind in kinds.items() if kind is nn.MultiheadAttention or attends(kind)}
     wrappers = {
         outer for outer in found for name in found if name != outer and name.startswith(f"{outer}." if outer else "")
     }
-    layers = {name: type(module) for name, module in found.items() if name not in wrappers}
+    layers = {name: kind for name, kind in found.items() if name not in wrappers}
     followers = [name for name, kind in layers.items() if asks_interface(kind)]
-    return followers, [f"{name} ({kind.__name__})" for name, kind in layers.items() if name not in followers]
+    strangers = [
+        f"{name} ({kind.__name__})"
+        for name, kind in layers.items()
+        if name not in followers and kind is not nn.MultiheadAttention
+    ]
+    return followers, strangers
+
+
+def refuse_strangers(model: nn.Module, implementation: str, *, parts: bool) -> None:
+    """Refuse a model of which some layers would attend by themselves.
+
+    Args:
+        model: what goes to ``implementation``.
+        implementation: how it is called in the message.
+        parts: whether models inside with a configuration of their own go there too.
+
+    Raises:
+        ConfigError: names these layers.
+    """
+    strangers = attentions_of(model)[1]
+    if strangers and not parts:
+        others = [f"{name}." for name, part in model.named_modules() if _has_own_config(part, model)]
+        strangers = [name for name in strangers if not name.startswith(tuple(others))]
+    if strangers:
+        more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
+        raise ConfigError(
+            f"{type(model).__name__} cannot run on {implementation}, because these modules attend without "
+            f"transformers' attention interface: {', '.join(strangers[:_SHOWN])}{more}; of a model with several parts "
+            f"choose those that can, attn_implementation={{'text_config': {implementation!r}}}, or switch them "
+            "one by one with polyattn_transformers.use"
+        )
+
+
+def _has_own_config(part: nn.Module, model: nn.Module) -> bool:
+    return isinstance(part, PreTrainedModel) and part.config is not getattr(model, "config", None)
 
 
 def attends(kind: type[Any]) -> bool:
@@ -94,7 +133,7 @@ def _changes(name: str, config: PretrainedConfig) -> Iterator[str]:
         yield "chooses blocks of keys for each query by an indexer"
     if name.startswith("Doge"):
         yield "adds a mask of its own, made from the values, to a mask of numbers"
-    if name.startswith(("Gemma4Assistant", "Gemma4UnifiedAssistant")):
+    if name.startswith(("Gemma4Assistant", "Gemma4UnifiedAssistant", "LightGlue")):
         yield "turns its mask of numbers round"
     if name.startswith("T5Gemma2") and not re.search("Encoder|Vision", name):
         yield "joins the masks of its encoder and its decoder into one of numbers"

@@ -41,7 +41,7 @@ class LayoutMask(NoTensor):
     """
 
     # No __dict__: exporters of transformers cast whatever they find in one, and layouts do not change.
-    __slots__ = ("_moved", "_narrowed", "batch", "documents", "layout", "live", "refusal", "scope")
+    __slots__ = ("_moved", "_narrowed", "_resized", "batch", "documents", "layout", "live", "refusal", "scope")
 
     dtype = torch.bool
     ndim = 4
@@ -68,6 +68,7 @@ class LayoutMask(NoTensor):
         self.scope = AttentionScope(layout)
         self._narrowed: list[tuple[int | None, tuple[object, ...], MaskLayout]] = []
         self._moved: dict[torch.device, LayoutMask] = {}
+        self._resized: dict[int, LayoutMask] = {}
 
     @property
     def shape(self) -> torch.Size:
@@ -101,6 +102,13 @@ class LayoutMask(NoTensor):
                 refusal=self.refusal,
             )
         return self._moved[target]
+
+    def of_queries(self, q_len: int) -> LayoutMask:
+        """The same for another number of queries, made once; the mask must not tell queries apart."""
+        if q_len not in self._resized:
+            layout = MaskLayout(q_len, self.layout.kv_len, visibility=self.layout.visibility)
+            self._resized[q_len] = LayoutMask(layout, batch=self.batch, refusal=self.refusal)
+        return self._resized[q_len]
 
     def prepare(
         self,

@@ -6,6 +6,12 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from polyattn import LayoutError
+
+
+class NotATensorError(LayoutError, AttributeError, TypeError):
+    """What is not a tensor was used as one; an ``AttributeError`` too, since ``hasattr`` must be able to ask."""
+
 
 class NoTensor:
     """Refuses every use as a tensor that a subclass does not answer itself.
@@ -21,20 +27,20 @@ class NoTensor:
     cure: ClassVar[str]
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(self._refusal(f"has no attribute {name!r}"))
+        raise NotATensorError(self._refusal(f"has no attribute {name!r}"))
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(self._refusal("cannot be indexed"))
+        raise NotATensorError(self._refusal("cannot be indexed"))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, (bool, int, float, torch.Tensor)):
-            raise TypeError(self._refusal("cannot be compared with numbers"))
+            raise NotATensorError(self._refusal("cannot be compared with numbers"))
         return NotImplemented
 
     __hash__ = object.__hash__
 
     def _operate(self, *_: object) -> NoReturn:
-        raise TypeError(self._refusal("cannot be computed with"))
+        raise NotATensorError(self._refusal("cannot be computed with"))
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operate
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __neg__ = _operate
@@ -43,7 +49,7 @@ class NoTensor:
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any, **__: Any) -> NoReturn:
         """Refuse every function of torch."""
-        raise TypeError(cls._refusal(f"cannot be given to torch's {getattr(function, '__name__', function)}"))
+        raise NotATensorError(cls._refusal(f"cannot be given to torch's {getattr(function, '__name__', function)}"))
 
     @classmethod
     def _refusal(cls, fact: str) -> str:

@@ -71,7 +71,8 @@ class PackedMask(NoTensor):
     what = "a PackedMask"
     cure = (
         "only attention of polyattn reads it (attn_implementation='polyattn_...' or polyattn_transformers.use), and "
-        "generation takes no packed prompts; elsewhere, give each document a row of its own, with padding"
+        "generation takes no packed prompts; elsewhere, and in a model whose own code computes with the mask, give "
+        "each document a row of its own, with padding"
     )
 
     def __init__(

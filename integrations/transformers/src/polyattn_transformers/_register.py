@@ -16,12 +16,13 @@ from polyattn import ConfigError
 from polyattn_transformers import _gate
 from polyattn_transformers._attention import attention_forward, prepared_once
 from polyattn_transformers._backends import PREFIX, forget, installed, load
-from polyattn_transformers._fitness import attentions_of, obstacle
+from polyattn_transformers._fitness import attentions_of, obstacle, refuse_strangers
 from polyattn_transformers._mask_function import layout_mask
 from polyattn_transformers._versions import check_version
 
 Model = TypeVar("Model", bound=nn.Module)
 _check_of_transformers = PreTrainedModel.get_correct_attn_implementation
+_end_of_transformers = PreTrainedModel.post_init
 
 
 def register(*, allow_untested: bool = False) -> tuple[str, ...]:
@@ -44,6 +45,7 @@ def register(*, allow_untested: bool = False) -> tuple[str, ...]:
     prepared_once.cache_clear()
     implementations = tuple(_add(name) for name in installed())
     PreTrainedModel.get_correct_attn_implementation = _check_implementation  # type: ignore[method-assign]
+    PreTrainedModel.post_init = _end_of_init  # type: ignore[method-assign]
     _gate.install()
     return implementations
 
@@ -75,16 +77,11 @@ def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Mo
         register()
     implementation = _add(load(name, options))
     configs = list(_configs(model))
-    followers, strangers = attentions_of(model)
-    if not configs or not (followers or strangers):
+    if not configs or not any(attentions_of(model)):
         raise ConfigError(
             f"model must be or contain a transformers model with attention layers, got {type(model).__name__}"
         )
-    if strangers:
-        raise ConfigError(
-            f"{type(model).__name__} cannot run on {implementation}, because these modules attend without "
-            f"transformers' attention interface: {', '.join(strangers)}; switch the submodels that do use it one by one"
-        )
+    refuse_strangers(model, implementation, parts=True)
     for part in (module for module in model.modules() if isinstance(module, PreTrainedModel)):
         if (reason := obstacle(type(part), part.config)) is not None:
             raise ConfigError(f"{type(model).__name__} cannot run on {implementation}: {type(part).__name__} {reason}")
@@ -138,7 +135,16 @@ def _check_implementation(self: PreTrainedModel, requested_attention: str | None
         raise ConfigError(
             f"attn_implementation={requested_attention!r} cannot serve {type(self).__name__}, which {reason}"
         )
+    refuse_strangers(self, requested_attention, parts=False)  # finds none at the start of __init__
     return _add(name)
+
+
+def _end_of_init(self: PreTrainedModel) -> None:
+    """What takes the place of ``PreTrainedModel.post_init``: the first moment at which the layers are there."""
+    implementation = self.config._attn_implementation  # noqa: SLF001
+    if isinstance(implementation, str) and implementation.startswith(PREFIX):
+        refuse_strangers(self, implementation, parts=False)
+    _end_of_transformers(self)  # type: ignore[no-untyped-call]
 
 
 def _configs(model: nn.Module) -> Iterator[PretrainedConfig]:
