@@ -49,7 +49,8 @@ class SdpaPlan:
         per_row: whether blocks name batch rows.
         window: of the blocks.
         blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``.
-        mask: additive ``[B|1, H|1, Q, K]``; rows that see nothing are left open, since the kernels give NaN there.
+        mask: additive ``[B|1, H|1, Q, K]``; rows that see nothing are left open, since the kernels give NaN there;
+            beside a bias they are opened when it is known.
         dead: Bool ``[B|1, H|1, Q, 1]``, rows that see nothing, or ``None`` when the path leaves none to the kernel.
         unseen: Bool ``[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` likewise.
         upcast: whether the backward of the fused calls casts to FP32.
@@ -111,7 +112,8 @@ class SdpaBackend(BackendBase):
                 return SdpaPlan("tiles", False, per_row, window, blocks, dead=dead, unseen=unseen, upcast=upcast)
         dead, unseen = _selections(layout, request)
         visible = layout.to_dense(request.device)
-        mask = additive(visible if dead is None else visible | dead, request.dtype)
+        opened = visible if dead is None or request.has_bias else visible | dead
+        mask = additive(opened, request.dtype)
         return SdpaPlan("math" if math else "dense", mask=mask, dead=dead, unseen=unseen, upcast=upcast)
 
     def attend(
@@ -140,12 +142,12 @@ class SdpaBackend(BackendBase):
         if bias is not None:
             assert mask is not None
             mask = bias + mask
-            # A bias of -inf may block the rest of a row: open it for the kernel and select 0 afterwards.
-            seen = mask.detach() != -torch.inf
-            blocked = ~seen.any(-1, keepdim=True)
-            mask = torch.where(blocked, 0.0, mask)
-            dead = blocked if dead is None else dead | blocked
-            unseen = ~_of_kv_heads((seen & ~dead).any(-2), request).unsqueeze(-1)
+            if mask.numel():
+                # A bias of -inf may block the rest of a row: open it for the kernel and select 0 afterwards.
+                scores = mask.detach()
+                dead = scores.amax(-1, keepdim=True) == -torch.inf
+                unseen = ~_of_kv_heads(scores.amax(-2) != -torch.inf, request).unsqueeze(-1)
+                mask = torch.where(dead, 0.0, mask)
         if dead is not None:
             q = torch.where(dead, 0.0, q)
         if unseen is not None:
