@@ -1,4 +1,4 @@
-"""The flex_attention backend on a CPU against torch's flex_attention called directly.
+"""The flex_attention backend on a CPU against torch's flex_attention called directly, and its option ``dynamic``.
 
     python benchmarks/bench_flex.py [--rounds 15] [--json FILE]
 
@@ -50,11 +50,22 @@ def seconds(run):
     return time.perf_counter() - start
 
 
-def forward(length, window, rounds):
-    """Ours, prepared, against a direct compiled call with a ready BlockMask."""
+def random_tensors(length):
     generator = torch.Generator().manual_seed(0)
-    qkv = [torch.randn(1, HEADS, length, WIDTH, generator=generator) for _ in range(3)]
-    prepared = backends.get("flex_attention").prepare(MaskLayout.causal(length, window=window), request())
+    return [torch.randn(1, HEADS, length, WIDTH, generator=generator) for _ in range(3)]
+
+
+def forward(length, window, rounds, others=()):
+    """Ours, prepared, against a direct call compiled for this length, with a ready BlockMask.
+
+    With ``others`` ours is the option ``dynamic``, after it has served those lengths.
+    """
+    backend = backends.resolve("flex_attention", {"dynamic": bool(others)})
+    for other in others:
+        with torch.no_grad():
+            backend.prepare(MaskLayout.causal(other, window=window), request())(*random_tensors(other))
+    qkv = random_tensors(length)
+    prepared = backend.prepare(MaskLayout.causal(length, window=window), request())
     block_mask = create_block_mask(windowed(window), None, None, length, length, device="cpu")
     direct = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     with torch.no_grad():
@@ -112,6 +123,9 @@ def main(rounds, path):
         "block mask, S=16384, window 512": building(16384, 512) | {"bar": "< 0.2 s, < 64 MiB"},
         "forward, S=8192, window 512": forward(8192, 512, rounds) | {"bar": "ratio <= 1.1"},
         "forward, S=2048, window 128": forward(2048, 128, rounds),
+        # Last, since the kernels of the option serve all later calls of this process.
+        "option dynamic, S=4096, window 512": forward(4096, 512, rounds, others=(1001, 777)) | {"bar": "ratio <= 1.1"},
+        "option dynamic, S=2048, window 128": forward(2048, 128, rounds, others=(1001, 777)),
     }
     text = json.dumps(report, indent=2)
     print(text)

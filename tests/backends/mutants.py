@@ -336,6 +336,21 @@ class UnseenKeysPoison(Mutant):
         return EagerState(state.hidden, dataclasses.replace(state.blocked, keys=None))
 
 
+class RowsKilledByBiasKeepTheirNaN(Mutant):
+    """What the mask hides is overwritten; what it hides together with the bias is only hidden."""
+
+    caught_by = ("dead_rows_bias",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if bias is None:
+            return super().attend(q, k, v, prepared, sinks=sinks)
+        hidden = prepared.state.hidden | bias.isneginf()
+        dead = hidden.all(-1)
+        result = super().attend(q, k, v, prepared, bias=bias.masked_fill(dead.unsqueeze(-1), 0.0))
+        output = result.output.masked_fill(dead.unsqueeze(-1), 0.0)
+        return AttentionResult(output, None if result.lse is None else result.lse.masked_fill(dead, -torch.inf))
+
+
 class RowsOfNaNLookDead(Mutant):
     caught_by = ("nan_stays_visible[query]", "nan_stays_visible[key]")
 

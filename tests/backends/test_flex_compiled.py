@@ -13,7 +13,7 @@ from polyattn import AttentionRequest, MaskLayout, StructuredMask, UnsupportedAt
 from polyattn.testing import reference_attention
 from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, evaluate, make_case
-from polyattn.testing.variants import poisoned as _poisoned
+from polyattn.testing.variants import poisoned
 from polyattn_flex import FlexBackend
 
 _MISSING = FlexBackend().device_reasons(torch.device("cpu"))
@@ -58,7 +58,7 @@ def kernels():
 
 def _assert_right(case):
     """Right, with NaN wherever nobody may look."""
-    case = _poisoned(case, torch.nan)
+    case = poisoned(case, torch.nan)
     prepared = backends.get("flex_attention").prepare(case.layout, case.request(INFER))
     assert_within(evaluate(prepared, case, INFER), expected_results(case, INFER))
 

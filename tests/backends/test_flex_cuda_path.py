@@ -13,7 +13,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from polyattn import MaskLayout
 from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import TRAIN, TRAIN_LSE, evaluate, make_case
-from polyattn.testing.variants import poisoned as _poisoned
+from polyattn.testing.variants import poisoned
 from polyattn_flex import FlexBackend, _kernels, _reasons
 
 # Dynamo looks at the gradient of every input and hides the warning that this gives, but not from an error filter.
@@ -70,7 +70,7 @@ def test_gradients_of_everything_together(flex):
 
 def test_nothing_leaks_from_what_nobody_sees(flex):
     layout = MaskLayout.padded(lengths=[100, 130], kv_len=LENGTH, side="left")
-    _assert_right(flex, _poisoned(make_case(layout, head_dim=16, **SIZES), torch.nan), TRAIN_LSE)
+    _assert_right(flex, poisoned(make_case(layout, head_dim=16, **SIZES), torch.nan), TRAIN_LSE)
 
 
 def test_a_mask_mod_is_handed_to_the_kernel_and_not_made_dense(flex):

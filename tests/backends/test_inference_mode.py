@@ -9,8 +9,10 @@ import polyattn
 from fa_stand_in import stand_in
 from polyattn import (
     AttentionRequest,
+    AttentionResult,
     AttentionScope,
     MaskLayout,
+    PreparedAttention,
     RopeSpec,
     RotaryEmbedding,
     StructuredMask,
@@ -76,6 +78,34 @@ def test_a_layout_and_a_prepared_attention_made_in_it_train(build, name, options
     want = step(backend.prepare(build(), request), qkv)
     for made in (prepared, backend.prepare(layout, request)):
         assert all(torch.equal(a, b) for a, b in zip(step(made, qkv), want, strict=True))
+
+
+def test_a_backend_without_the_base_class_trains_on_what_the_scope_prepared_in_it():
+    class Bare:
+        """The protocol and nothing else."""
+
+        name, api_version = "bare", 1
+
+        def unsupported(self, layout, request):
+            return ()
+
+        def prepare(self, layout, request):
+            return PreparedAttention(self, layout, request, {"hidden": ~layout.to_dense()})
+
+        def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+            weights = (q @ k.mT * prepared.request.scale).masked_fill(prepared.state["hidden"], -torch.inf).softmax(-1)
+            return AttentionResult(weights @ v)
+
+    qkv, backend = tensors(), Bare()
+    request = AttentionRequest.of(*qkv)
+    for build in (LAYOUTS["causal"], LAYOUTS["padded"]):
+        with torch.inference_mode():
+            scope = AttentionScope(build())
+            prepared = scope.prepare(backend, request)
+        got = torch.autograd.grad(prepared(*qkv).output.sum(), qkv)
+        want = torch.autograd.grad(polyattn.attention(*qkv, build(), backend="eager").output.sum(), qkv)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_a_scope_filled_in_it_trains():

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import polyattn.testing
 from polyattn import (
+    AttentionRequest,
     AttentionResult,
     ConfigError,
     MaskLayout,
@@ -269,6 +270,39 @@ def test_a_wrong_answer_is_an_error_with_the_backends_name_and_passes_no_kit(ans
         attention(q, q, q, MaskLayout.causal(3), backend=Answers(), return_lse=True)
     assert str(caught.value).startswith(f"backend 'answers': {text}")
     assert _outcomes(Answers(), only="values[causal]")["values[causal]"].status == FAILED
+
+
+def test_a_wrong_answer_of_a_later_call_is_an_error_too():
+    class Tires(EagerBackend):
+        name = "tires"
+        tired = False
+
+        def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+            result = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+            return result.output if self.tired else result
+
+    q, backend = torch.randn(2, 2, 3, 4), Tires()
+    prepared = backend.prepare(MaskLayout.causal(3), AttentionRequest.of(q, q, q))
+    prepared(q, q, q)
+    backend.tired = True
+    with pytest.raises(PolyattnError, match="backend 'tires': attend must return an AttentionResult, got Tensor"):
+        prepared(q, q, q)
+
+
+def test_an_answer_of_a_subclass_is_an_answer():
+    class Telling(AttentionResult):
+        pass
+
+    class Tells(EagerBackend):
+        name = "tells"
+
+        def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+            result = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+            return Telling(result.output, result.lse)
+
+    q = torch.randn(2, 2, 3, 4)
+    result = attention(q, q, q, MaskLayout.causal(3), backend=Tells(), return_lse=True)
+    assert isinstance(result, Telling)
 
 
 def test_something_else_than_a_prepared_attention_is_an_error_with_the_backends_name():

@@ -9,7 +9,7 @@ from polyattn import MaskLayout, StructuredMask, backends
 from polyattn.testing.case import INFER, TRAIN, TRAIN_LSE, make_case
 from polyattn.testing.checks.host_reads import forbid_host_reads
 from polyattn.testing.trial import Trial
-from polyattn.testing.variants import poisoned as _poisoned
+from polyattn.testing.variants import poisoned
 from polyattn_fa2 import FlashBackend, FlashOptions
 
 BACKENDS = {
@@ -62,7 +62,7 @@ def assert_right(trial, *cases, modes=(INFER, TRAIN, TRAIN_LSE)):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_values_lse_and_every_gradient_are_right_and_nothing_leaks_from_what_nobody_sees(trial, device, name, dtype):
     case = make_case(LAYOUTS[name](), dtype=dtype, device=device, **SIZES)
-    assert_right(trial, case, _poisoned(case, torch.nan))
+    assert_right(trial, case, poisoned(case, torch.nan))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,7 +11,7 @@ import torch
 from polyattn import AttentionRequest, MaskLayout, StructuredMask, UnsupportedAttentionError, backends
 from polyattn.testing.bounds import assert_within, expected_results
 from polyattn.testing.case import INFER, TRAIN, TRAIN_LSE, evaluate, make_case
-from polyattn.testing.variants import poisoned as _poisoned
+from polyattn.testing.variants import poisoned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,13 +76,13 @@ def test_values_and_all_gradients_in_every_dtype(flex, dtype):
 def test_one_kernel_serves_every_structure_and_nothing_leaks_from_what_nobody_sees(flex, kernels):
     before = kernels()
     for build in STRUCTURED.values():
-        _assert_right(flex, _poisoned(make_case(build(), **SIZES), torch.nan), TRAIN_LSE)
+        _assert_right(flex, poisoned(make_case(build(), **SIZES), torch.nan), TRAIN_LSE)
     assert kernels() - before <= 1
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_masks_and_their_gradients(flex, name):
-    _assert_right(flex, _poisoned(make_case(OTHERS[name](), **SIZES), torch.nan), TRAIN_LSE)
+    _assert_right(flex, poisoned(make_case(OTHERS[name](), **SIZES), torch.nan), TRAIN_LSE)
 
 
 def test_sinks_and_their_gradients(flex):

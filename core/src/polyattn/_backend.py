@@ -99,11 +99,13 @@ class PreparedAttention:
     autocast_kind: str | None = dataclasses.field(init=False, repr=False)
     _plain: bool = dataclasses.field(init=False, repr=False)
     _refusal: Callable[[tuple[Tensor, ...]], None] | None = dataclasses.field(init=False, repr=False)
-    _answered: bool = dataclasses.field(default=False, init=False, repr=False)
+    _answer: tuple[tuple[int, ...], torch.dtype] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         request = self.request
         object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
+        shape = (request.batch, request.heads, self.layout.q_len, request.v_head_dim)
+        object.__setattr__(self, "_answer", (shape, torch.promote_types(request.dtype, torch.float32)))
         kind = request.device.type
         object.__setattr__(self, "autocast_kind", kind if knows_autocast(kind) else None)
         object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
@@ -128,7 +130,8 @@ class PreparedAttention:
 
         Raises:
             AttentionInputError: a tensor differs from what was prepared.
-            PolyattnError: the backend's first answer is not a result, or has a wrong shape or dtype.
+            PolyattnError: the backend's answer is not a result, or has a wrong shape or dtype; not looked at inside
+                compiled graphs.
         """
         request = self.request
         q_shape, k_shape, v_shape = self._shapes
@@ -169,14 +172,21 @@ class PreparedAttention:
         if self._refusal is not None:
             _derivatives.refuse_transforms(self.backend.name)
         result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
-        if not self._answered:  # once: later calls cost nothing
-            _boundary.check_result(result, self.backend.name, self.layout, request)
-            object.__setattr__(self, "_answered", True)
+        shape, lse_dtype = self._answer
+        try:
+            output, lse = result.output, result.lse
+            right = output.shape == shape and output.dtype is dtype
+            if request.needs_lse:
+                right = right and lse is not None and lse.shape == shape[:3] and lse.dtype is lse_dtype
+        except AttributeError:
+            right = False
+        if not right:
+            _boundary.raise_wrong_result(result, self.backend.name, self.layout, request)
         if self._refusal is not None and request.needs_grad:
-            node = result.output.grad_fn
+            node = output.grad_fn
             if node is not None:
                 node.register_prehook(self._refusal)
-            node = None if result.lse is None else result.lse.grad_fn
+            node = None if lse is None else lse.grad_fn
             if node is not None:
                 node.register_prehook(self._refusal)
         return result
@@ -192,7 +202,7 @@ def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionReq
         PolyattnError: it answers with something else than a :class:`PreparedAttention`.
     """
     try:
-        prepared = backend.prepare(layout, request)
+        prepared = _saved_by_autograd(backend.prepare, layout, request)
     except UnsupportedAttentionError as refusal:
         if refusal.alternatives is not None:
             raise
@@ -201,6 +211,16 @@ def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionReq
     if not isinstance(prepared, PreparedAttention):
         raise _boundary.wrong_answer(backend.name, "prepare must return a PreparedAttention", type(prepared).__name__)
     return prepared
+
+
+def _saved_by_autograd(
+    build: Callable[[MaskLayout, AttentionRequest], PreparedAttention], layout: MaskLayout, request: AttentionRequest
+) -> PreparedAttention:
+    """``build(layout, request)``, for gradients without tensors of inference mode, which autograd cannot save."""
+    if not request.needs_grad or torch.compiler.is_compiling():
+        return build(layout, request)
+    with torch.inference_mode(False):
+        return build(saveable(layout), request)
 
 
 class BackendBase:
@@ -248,11 +268,11 @@ class BackendBase:
         if reasons:
             raise UnsupportedAttentionError(self.name, reasons, alternatives(layout, request, but=self.name))
         _boundary.check_layout(layout, request)
-        if not request.needs_grad or torch.compiler.is_compiling():
+
+        def planned(layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
             return PreparedAttention(self, layout, request, self.plan(layout, request))
-        with torch.inference_mode(False):  # what is made in it, autograd cannot save
-            layout = saveable(layout)
-            return PreparedAttention(self, layout, request, self.plan(layout, request))
+
+        return _saved_by_autograd(planned, layout, request)
 
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> Any:
         """Build the state of a supported, validated layout and request: tensors and static ints only."""

@@ -6,7 +6,7 @@ comparison is against shapes cached at prepare time, so that a correct call cost
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -161,23 +161,18 @@ def check_sinks(sinks: Tensor | None, request: AttentionRequest) -> None:
         raise AttentionInputError(f"sinks must be on {request.device} like q, k and v, got {sinks.device}")
 
 
-def check_result(result: object, backend: str, layout: MaskLayout, request: AttentionRequest) -> None:
-    """Refuse an answer of ``attend`` that is not a result of the shapes and dtypes of the conventions.
-
-    Raises:
-        PolyattnError: names the backend.
-    """
+def raise_wrong_result(result: object, backend: str, layout: MaskLayout, request: AttentionRequest) -> NoReturn:
+    """Raise the error that says what about an answer of ``attend`` breaks the conventions."""
     shape = (request.batch, request.heads, layout.q_len, request.v_head_dim)
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"output": (shape, request.dtype)}
-    if request.needs_lse:
-        wanted["lse"] = (shape[:3], torch.promote_types(request.dtype, torch.float32))
-    for name, need in wanted.items():
+    lse_dtype = torch.promote_types(request.dtype, torch.float32)
+    for name, need in (("output", (shape, request.dtype)), ("lse", (shape[:3], lse_dtype))):
         if not hasattr(result, name):
-            raise wrong_answer(backend, "attend must return an AttentionResult", type(result).__name__)
+            break
         value = getattr(result, name)
         got = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
-        if got != need:
+        if got != need and (name == "output" or request.needs_lse):
             raise wrong_answer(backend, f"{name} must have shape and dtype {need}", str(got))
+    raise wrong_answer(backend, "attend must return an AttentionResult", type(result).__name__)
 
 
 def wrong_answer(backend: str, need: str, got: str) -> PolyattnError:

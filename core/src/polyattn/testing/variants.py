@@ -57,15 +57,15 @@ def rearranged(case: Case, pick: Callable[[], Callable[[Tensor], Tensor]]) -> Ca
 def poisoned(case: Case, poison: float) -> Case:
     """The case with ``poison`` wherever nothing may look.
 
-    In queries, keys and values that the mask hides, and in the incoming gradients of rows that see nothing, be it for
-    the mask or for the bias.
+    In queries, keys and values that the mask hides, alone or together with a bias of ``-inf``, and in the incoming
+    gradients of rows that see nothing.
     """
-    hidden = softmax_step(case.q, case.k, case.v, case.visible)
-    dead = ~softmax_step(case.q, case.k, case.v, case.visible, bias=case.bias).live
+    step = softmax_step(case.q, case.k, case.v, case.visible, bias=case.bias)
     group = case.q.shape[1] // case.k.shape[1]
-    unseen = ~hidden.visible.any(-2).unflatten(1, (-1, group)).any(2).unsqueeze(-1)
+    dead = ~step.live
+    unseen = ~step.visible.any(-2).unflatten(1, (-1, group)).any(2).unsqueeze(-1)
     return case.change(
-        q=case.q.masked_fill(~hidden.live.unsqueeze(-1), poison),
+        q=case.q.masked_fill(dead.unsqueeze(-1), poison),
         k=case.k.masked_fill(unseen, poison),
         v=case.v.masked_fill(unseen, poison),
         grad_output=case.grad_output.masked_fill(dead.unsqueeze(-1), poison),

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from polyattn import Reason, UnsupportedAttentionError
 from polyattn_flex._blocks import TILE, Blocks
-from polyattn_flex._mods import Mask, mask_mod, row_level, row_peak, score_mod
+from polyattn_flex._mods import Mask, mask_mod, row_level, row_peak, score_mod, without_hidden
 from polyattn_flex._reasons import on_cpu
 
 Result = tuple[Tensor, Tensor | None]
@@ -126,6 +126,7 @@ def _flex(
     if bias is not None and not on_cpu(q.device):  # the CPU kernel counts in powers of e and has no backward
         assert not callable(mask)
         level = row_level(row_peak(mask, bias, k.shape[2]))
+        q, k, v = without_hidden(q, k, v, mask, bias)
     attend: Any = flex_attention  # no overload takes a return_aux that may be None
     output = attend(
         q,
@@ -157,6 +158,7 @@ def evaluated(
     if bias is not None:
         peak = row_peak(mask, bias, k.shape[2])
         level, dead = row_level(peak), peak.isneginf()
+        q, k, v = without_hidden(q, k, v, mask, bias)
         bias = torch.where(dead.unsqueeze(-1), 0, bias)  # the derivative of an LSE of -inf is NaN
     change = score_mod(softcap, bias, level) or _unchanged
     output, lse, *_ = math_attention(q, k, v, change, (mask_mod(mask),), scale, {})

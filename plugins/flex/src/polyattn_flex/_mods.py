@@ -63,6 +63,20 @@ def rows_that_see(keys: Tensor, mask: tuple[Tensor, Tensor] | Tensor, bias: Tens
     return torch.matmul(visible.float(), keys.float().unsqueeze(-1)).squeeze(-1) > 0
 
 
+def without_hidden(
+    q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with 0 in queries that see nothing and keys that nobody sees, for the mask and a bias of ``-inf``.
+
+    Their NaN would pass through products with a weight of zero.
+    """
+    seen = _dense(mask, k.shape[2]) & ~bias.isneginf()
+    rows, keys = seen.any(-1).unsqueeze(-1), seen.any(-2).unsqueeze(-1)
+    if keys.shape[1] > 1:
+        keys = keys.unflatten(1, (k.shape[1], -1)).any(2)
+    return torch.where(rows, q, 0.0), torch.where(keys, k, 0.0), torch.where(keys, v, 0.0)
+
+
 def row_peak(mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor, kv_len: int) -> Tensor:
     """The highest bias that each query sees, ``[B|1, H|1, Q]``; ``-inf`` where mask and bias block all keys."""
     return torch.where(_dense(mask, kv_len), bias.detach(), -torch.inf).amax(-1)

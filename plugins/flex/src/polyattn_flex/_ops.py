@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn_flex._blocks import Blocks
 from polyattn_flex._kernels import compiled
-from polyattn_flex._mods import rows_that_see
+from polyattn_flex._mods import rows_that_see, without_hidden
 
 #: A partition that no tile divides keeps torch from its decode kernel, which gives wrong numbers for a row whose
 #: scores are very negative in one tile and masked in another.
@@ -53,6 +53,11 @@ def _infer_op(
     dynamic: bool,
 ) -> Tensor:
     kept: tuple[Tensor, Tensor] | Tensor = mask[0] if len(mask) == 1 else (mask[0], mask[1])
+    # Sums are the cheapest look at everything. Values that no bias hides need none.
+    looked_at = (q, k) if bias is None else (q, k, v)
+    finite = math.isfinite(sum(x.sum(dtype=torch.float32).item() for x in looked_at))
+    if bias is not None and not finite:
+        q, k, v = without_hidden(q, k, v, kept, bias)
     # Whether autograd or autocast is on would make another kernel of the same code.
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         output, _ = compiled(
@@ -69,8 +74,7 @@ def _infer_op(
             dynamic=dynamic,
             kernel_options=_NO_DECODE,
         )
-    # The kernel takes a row of NaN for one that sees nothing. Sums are the cheapest look at all of q and k.
-    if not math.isfinite(q.sum(dtype=torch.float32) + k.sum(dtype=torch.float32)):
+    if not finite:  # the kernel takes a row of NaN for one that sees nothing
         spoilt = k.isnan().any(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)
         live = rows_that_see(torch.ones_like(spoilt), kept, bias)
         lost = live & (~q.isfinite().all(-1) | rows_that_see(spoilt, kept, None))

@@ -20,9 +20,9 @@ class FlexOptions:
         compiled: run the compiled kernel. False evaluates the same functions densely: slow and in memory quadratic in
             the length, but with LSE and gradients on the CPU too.
         decode: run the decode kernel, which splits the keys among programs; CUDA, fewer than 128 queries.
-        dynamic: compile for all lengths at once, not for each: two or three kernels serve data of any lengths, at 1.0
-            to 1.1 times the time of a kernel made for one length (measured on the CPU). Where an outer
-            ``torch.compile`` takes the kernel in, on CUDA, that one decides.
+        dynamic: compile for all lengths at once, not for each: two or three kernels serve data of any lengths. On two
+            CPU cores they take 1.0 to 1.1 times the time of a kernel made for one length, and up to 2 times under a
+            window of 128. Where an outer ``torch.compile`` takes the kernel in, on CUDA, that one decides.
         compile_limit: how many kernels may be compiled in the process, one for each set of sizes, dtypes, strides and
             constants; beyond it a call raises.
         kernel_options: tuning of the CUDA kernels, as ``kernel_options`` of torch's ``flex_attention`` names it, with

@@ -49,7 +49,8 @@ class SdpaPlan:
         per_row: whether blocks name batch rows.
         window: of the blocks.
         blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``.
-        mask: additive ``[B|1, H|1, Q, K]``; rows that see nothing are left open, since the kernels give NaN there.
+        mask: additive ``[B|1, H|1, Q, K]``; rows that see nothing are left open, since the kernels give NaN there;
+            beside a bias they are opened when it is known.
         dead: Bool ``[B|1, H|1, Q, 1]``, rows that see nothing, or ``None`` when the path leaves none to the kernel.
         unseen: Bool ``[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` likewise.
         upcast: whether the backward of the fused calls casts to FP32.
@@ -111,7 +112,8 @@ class SdpaBackend(BackendBase):
                 return SdpaPlan("tiles", False, per_row, window, blocks, dead=dead, unseen=unseen, upcast=upcast)
         dead, unseen = _selections(layout, request)
         visible = layout.to_dense(request.device)
-        mask = additive(visible if dead is None else visible | dead, request.dtype)
+        opened = visible if dead is None or request.has_bias else visible | dead
+        mask = additive(opened, request.dtype)
         return SdpaPlan("math" if math else "dense", mask=mask, dead=dead, unseen=unseen, upcast=upcast)
 
     def attend(
@@ -136,18 +138,20 @@ class SdpaBackend(BackendBase):
                 q, k, v, plan.mask, is_causal=plan.causal, scale=scale, enable_gqa=request.group > 1
             )
             return AttentionResult(output)
-        dead, mask = plan.dead, plan.mask
-        if dead is not None:
-            q = torch.where(dead, 0.0, q)
-        if plan.unseen is not None:
-            k, v = torch.where(plan.unseen, 0.0, k), torch.where(plan.unseen, 0.0, v)
+        dead, unseen, mask = plan.dead, plan.unseen, plan.mask
         if bias is not None:
             assert mask is not None
             mask = bias + mask
-            # A bias of -inf may block the rest of a row: open it for the kernel and select 0 afterwards.
-            blocked = (mask.detach() == -torch.inf).all(-1, keepdim=True)
-            mask = torch.where(blocked, 0.0, mask)
-            dead = blocked if dead is None else dead | blocked
+            if mask.numel():
+                # A bias of -inf may block the rest of a row: open it for the kernel and select 0 afterwards.
+                scores = mask.detach()
+                dead = scores.amax(-1, keepdim=True) == -torch.inf
+                unseen = ~_of_kv_heads(scores.amax(-2) != -torch.inf, request).unsqueeze(-1)
+                mask = torch.where(dead, 0.0, mask)
+        if dead is not None:
+            q = torch.where(dead, 0.0, q)
+        if unseen is not None:
+            k, v = torch.where(unseen, 0.0, k), torch.where(unseen, 0.0, v)
         lse: Tensor | None = None
         if plan.path == "math":
             output = _math(q, k, v, mask, scale, request)
@@ -224,10 +228,12 @@ def _selections(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor |
     dead = layout.rows_without_keys(request.device).unsqueeze(-1) if layout.may_have_dead_rows else None
     if not layout.may_have_unseen_keys:
         return dead, None
-    unseen = layout.unseen_keys(request.device)
-    if unseen.shape[1] > 1:
-        unseen = unseen.unflatten(1, (request.kv_heads, request.group)).all(2)
-    return dead, unseen.unsqueeze(-1)
+    return dead, ~_of_kv_heads(~layout.unseen_keys(request.device), request).unsqueeze(-1)
+
+
+def _of_kv_heads(seen: Tensor, request: AttentionRequest) -> Tensor:
+    """Which keys some query head of each group sees, ``[B|1, Hkv|1, K]``, from ``[B|1, Hq|1, K]``."""
+    return seen if seen.shape[1] == 1 else seen.unflatten(1, (request.kv_heads, request.group)).any(2)
 
 
 def _selections_in_blocks(

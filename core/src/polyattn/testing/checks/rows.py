@@ -14,7 +14,6 @@ from polyattn.testing.case import INFER, Case, Mode, evaluate
 from polyattn.testing.checks.registry import check
 from polyattn.testing.failure import require
 from polyattn.testing.layouts import LAYOUTS, WITH_DEAD
-from polyattn.testing.reference import softmax_step
 from polyattn.testing.trial import Trial, raised
 from polyattn.testing.variants import poisoned
 
@@ -34,20 +33,19 @@ def dead_rows(trial: Trial, build: Callable[[], MaskLayout]) -> None:
 
 @check()
 def dead_rows_bias(trial: Trial) -> None:
-    """Mask and -inf bias together kill a row just as well, and its bias gets an exactly zero gradient."""
-    case = trial.case(LAYOUTS["causal"](), heads=4, bias=(2, 4, 8, 8))
+    """Mask and -inf bias together kill a row and hide a key just as well, and the bias gets zero gradients there.
+
+    NaN and Inf in the queries of such rows, and in keys and values that mask and bias together hide from every query,
+    reach nothing, nor do they from the incoming gradients.
+    """
+    case = trial.case(LAYOUTS["causal"](), heads=4, kv_heads=2, bias=(2, 4, 8, 8))
     bias = case.tensors()["bias"].clone()
     bias[0, 0, 3, :4] = -torch.inf
     bias[1, :, 7, :] = -torch.inf
+    bias[0, :2, 6:, 6] = -torch.inf  # of the first group: no query sees the key
     case = case.change(bias=bias)
-    trial.compare(case, case.change(leaves=("q", "k", "v")))
-    dead = ~softmax_step(case.q, case.k, case.v, case.visible, bias=bias).live
-    trial.compare(
-        case.change(
-            grad_output=case.grad_output.masked_fill(dead.unsqueeze(-1), torch.nan),
-            grad_lse=case.grad_lse.masked_fill(dead, torch.nan),
-        )
-    )
+    for spoilt in (case, *(poisoned(case, poison) for poison in (torch.nan, torch.inf, -torch.inf))):
+        trial.compare(spoilt, spoilt.change(leaves=("q", "k", "v")))
 
 
 @check()
