@@ -13,7 +13,7 @@ from torch import nn
 import polyattn_transformers
 from polyattn import LayoutError
 from polyattn_transformers import packed
-from tiny_models import VOCABULARY, ids
+from tiny_models import DECODER, VOCABULARY, ids
 
 LENGTHS = [5, 8]
 TOTAL = sum(LENGTHS)
@@ -34,17 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "packed": packed(LENGTHS),
     "packed, mask alone": {"attention_mask": packed(LENGTHS)["attention_mask"]},
 }
-_SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+_SMALL = {key: value for key, value in DECODER.items() if key not in {"bos_token_id", "eos_token_id"}}
 _DELTA = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _HYBRID = ["linear_attention", "full_attention"]
 _EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}

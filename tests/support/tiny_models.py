@@ -15,7 +15,7 @@ from torch import Tensor
 
 VOCABULARY = 99
 TOKENS = 11
-_DECODER = {
+DECODER = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -28,14 +28,14 @@ _DECODER = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_ENCODER = {key: _DECODER[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")} | {
+_ENCODER = {key: DECODER[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")} | {
     "num_attention_heads": 4,
     "pad_token_id": 0,
 }
 
 
 def _decoder(**changes: Any) -> dict[str, Any]:
-    return {key: value for key, value in (_DECODER | changes).items() if value is not ...}
+    return {key: value for key, value in (DECODER | changes).items() if value is not ...}
 
 
 @dataclasses.dataclass(frozen=True)
