@@ -259,10 +259,18 @@ class SinksInLSE(Mutant):
 
 
 class LSEInBaseTwo(Mutant):
-    caught_by = ("lse_natural", "values[full]")
+    caught_by = ("lse_natural[float32]", "values[full]")
 
     def result(self, result, prepared):
         return AttentionResult(result.output, None if result.lse is None else result.lse / 0.6931471805599453)
+
+
+class LSERoundedToTheDtype(Mutant):
+    caught_by = ("lse_natural[bfloat16]",)
+
+    def result(self, result, prepared):
+        lse = result.lse
+        return AttentionResult(result.output, None if lse is None else lse.to(result.output.dtype).to(lse.dtype))
 
 
 class LSEAlwaysThere(Mutant):
@@ -404,6 +412,13 @@ class DropoutIgnored(Mutant):
 
     def request(self, request):
         return dataclasses.replace(request, dropout_p=0.0)
+
+
+class DropoutInSixteenths(Mutant):
+    caught_by = ("dropout_probability[p_0.1]", "dropout_probability[p_0.3]")
+
+    def request(self, request):
+        return dataclasses.replace(request, dropout_p=int(request.dropout_p * 16) / 16)
 
 
 class DropoutNotScaled(Mutant):

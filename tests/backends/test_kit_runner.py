@@ -27,6 +27,8 @@ from polyattn import (
 )
 from polyattn._cli.check import check as check_command
 from polyattn.testing import check_backend
+from polyattn.testing.bounds import assert_within, expected_results
+from polyattn.testing.case import INFER, evaluate, make_case
 from polyattn.testing.checks import CHECKS
 from polyattn.testing.runner import EXPECTED, FAILED, LEFT_OUT, PASSED, REFUSED
 from polyattn_eager import EagerBackend
@@ -318,3 +320,15 @@ def test_something_else_than_a_prepared_attention_is_an_error_with_the_backends_
     ):
         attention(q, q, q, MaskLayout.causal(3), backend=Prepares())
     assert _outcomes(Prepares(), only="values[full]")["values[full]"].status == FAILED
+
+
+def test_another_order_of_the_sums_is_within_the_bounds_under_a_small_softcap():
+    """The cap makes scores small, but not the rounding errors of the products that they come from."""
+    for seed in range(20):
+        case = make_case(MaskLayout.full(9), dtype=torch.float64, head_dim=128, seed=seed, scale=-0.7, softcap=0.5)
+        expected = expected_results(case, INFER)
+        mixed = torch.randperm(128, generator=torch.Generator().manual_seed(seed))
+        result = evaluate(EagerBackend().prepare(case.layout, case.request(INFER)), case, INFER)
+        other = case.change(q=case.q[..., mixed].contiguous(), k=case.k[..., mixed].contiguous())
+        assert_within(evaluate(EagerBackend().prepare(case.layout, case.request(INFER)), other, INFER), expected)
+        assert_within(result, expected)

@@ -120,11 +120,11 @@ def _draw_angles(spec: RopeSpec, positions: list[int], length: int | None) -> No
 
     angles, scaling = _angles(spec, positions, length)
     count = len(angles[0])
-    shown = sorted({round(i * (count - 1) / max(1, min(_LANES, count) - 1)) for i in range(min(_LANES, count))})
+    lanes = sorted({round(i * (count - 1) / max(1, min(_LANES, count) - 1)) for i in range(min(_LANES, count))})
     draw(
-        ("angle at", *(f"lane {lane}" for lane in shown)),
+        ("angle at", *(f"lane {lane}" for lane in lanes)),
         [
-            (str(position), *(f"{row[lane]:.6g}" for lane in shown))
+            (str(position), *(f"{row[lane]:.6g}" for lane in lanes))
             for position, row in zip(positions, angles, strict=True)
         ],
         title=f"radians; cos and sin are multiplied by {scaling:.6g}",

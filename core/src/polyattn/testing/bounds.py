@@ -1,9 +1,9 @@
 """How far from the FP64 reference a backend may be.
 
 Not a constant tolerance: what the same formulas in the same dtype lose, twice, plus the rounding unit times the size of
-the terms that were added up. That size is the formulas over absolute values, times ``1 + max|score|`` since the
-exponential turns the absolute error of a score into a relative error of its weight. Whatever takes no part has the
-bound 0: a row that sees nothing, a key that nobody sees, a bias that touches no visible score.
+the terms that were added up. That size is the formulas over absolute values, times ``1 + max|score|`` (before and after
+a softcap), since the exponential turns the absolute error of a score into a relative error of its weight. Whatever
+takes no part has the bound 0: a row that sees nothing, a key that nobody sees, a bias that touches no visible score.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def _sizes(case: Case, mode: Mode) -> dict[str, tuple[Tensor, Tensor]]:
     q, k, v = step.q.abs(), step.k.abs(), step.v.abs()
     counted = step.visible if wide.bias is None else step.visible & (wide.bias > _DROWNED)
     scores = torch.where(counted, step.scores.abs(), 0)
+    if case.softcap is not None:  # the cap makes a score small, and not the error with which it came
+        scores = torch.maximum(scores, torch.where(counted, (step.q @ step.k.mT * scale).abs(), 0))
     peak = 1 + (scores.max() if scores.numel() else scores.new_zeros(()))
     plain = step.weights @ v
     terms = torch.where(counted, q @ k.mT * scale + (0 if wide.bias is None else wide.bias.abs()), 0)

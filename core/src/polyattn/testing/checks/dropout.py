@@ -71,6 +71,16 @@ def dropout(trial: Trial, use: tuple[MaskLayout, dict[str, Any]]) -> None:
     trial.honoured += 1
 
 
+@check({"p_0.1": 0.1, "p_0.3": 0.3})
+def dropout_probability(trial: Trial, p: float) -> None:
+    """The probability is the one asked for; a kernel that draws bytes may be off by 1/256."""
+    case = _revealing(trial, MaskLayout.full(_LENGTH))
+    dropped = (_run(trial, case, seed=2, p=p)[1]["output"] == 0).double().mean().item()
+    most = 1 / 256 + 6 * math.sqrt(p * (1 - p) / (case.q.shape[0] * case.q.shape[1] * _LENGTH**2))
+    require(abs(dropped - p) < most, f"{dropped:.3f} of the weights were dropped, need {p} +- {most:.3f}")
+    trial.honoured += 1
+
+
 @check()
 def dropout_seed(trial: Trial) -> None:
     """The same seed drops the same weights; another seed, or a second call, drops others."""
@@ -168,8 +178,8 @@ def _seeded(trial: Trial, seed: int) -> Iterator[None]:
         yield
 
 
-def _run(trial: Trial, case: Case, seed: int) -> tuple[Mode, dict[str, Tensor]]:
+def _run(trial: Trial, case: Case, seed: int, p: float = _P) -> tuple[Mode, dict[str, Tensor]]:
     mode = _mode(trial, case)
-    prepared = trial.must_prepare(case.layout, case.request(mode, dropout_p=_P, training=True))
+    prepared = trial.must_prepare(case.layout, case.request(mode, dropout_p=p, training=True))
     with _seeded(trial, seed):
         return mode, evaluate(prepared, case, mode)
