@@ -1,9 +1,10 @@
 """How far from the FP64 reference a backend may be.
 
 Not a constant tolerance: what the same formulas in the same dtype lose, twice, plus the rounding unit times the size of
-the terms that were added up. That size is the formulas over absolute values, times ``1 + max|score|`` (before and after
-a softcap), since the exponential turns the absolute error of a score into a relative error of its weight. Whatever
-takes no part has the bound 0: a row that sees nothing, a key that nobody sees, a bias that touches no visible score.
+the terms that were added up. That size is the formulas over absolute values, times ``1 + max|score|`` (of the score or
+of its terms, whichever is larger), since the exponential turns the absolute error of a score into a relative error of
+its weight. Whatever takes no part has the bound 0: a row that sees nothing, a key that nobody sees, a bias that touches
+no visible score.
 """
 
 from __future__ import annotations
@@ -98,12 +99,11 @@ def _sizes(case: Case, mode: Mode) -> dict[str, tuple[Tensor, Tensor]]:
     scale = abs(case.q.shape[-1] ** -0.5 if case.scale is None else case.scale)
     q, k, v = step.q.abs(), step.k.abs(), step.v.abs()
     counted = step.visible if wide.bias is None else step.visible & (wide.bias > _DROWNED)
-    scores = torch.where(counted, step.scores.abs(), 0)
-    if case.softcap is not None:  # the cap makes a score small, and not the error with which it came
-        scores = torch.maximum(scores, torch.where(counted, (step.q @ step.k.mT * scale).abs(), 0))
+    terms = torch.where(counted, q @ k.mT * scale + (0 if wide.bias is None else wide.bias.abs()), 0)
+    # A score may be small although its terms are not: they cancel in wide heads, and a softcap makes the sum small.
+    scores = torch.maximum(torch.where(counted, step.scores.abs(), 0), terms)
     peak = 1 + (scores.max() if scores.numel() else scores.new_zeros(()))
     plain = step.weights @ v
-    terms = torch.where(counted, q @ k.mT * scale + (0 if wide.bias is None else wide.bias.abs()), 0)
     sizes = {
         "output": (step.live.unsqueeze(-1).expand_as(plain), plain),
         "lse": (step.live, step.lse.abs() + (step.weights * terms).sum(-1)),

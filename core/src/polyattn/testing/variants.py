@@ -24,6 +24,14 @@ def _sliced(x: Tensor) -> Tensor:
     return wide[..., : x.shape[-1]]
 
 
+def _rows_of_more(x: Tensor) -> Tensor:
+    return torch.stack([x, torch.full_like(x, torch.nan)], 1).flatten(0, 1)[::2]
+
+
+def _heads_of_more(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]] if x.dim() > 1 else x
+
+
 def _offset(x: Tensor) -> Tensor:
     flat = torch.cat([x.new_full((1,), torch.nan), x.flatten()])
     return flat[1:].view(x.shape)
@@ -42,6 +50,8 @@ ARRANGEMENTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sequence_first": _sequence_first,
     "width_strided": _width_strided,
     "sliced": _sliced,
+    "rows_of_more": _rows_of_more,
+    "heads_of_more": _heads_of_more,
     "offset": _offset,
     "expanded": _expanded,
     "heads_expanded": _heads_expanded,

@@ -30,7 +30,7 @@ def lse_when_asked(trial: Trial) -> None:
 
 @check({str(dtype).removeprefix("torch."): dtype for dtype in DTYPES})
 def lse_natural(trial: Trial, dtype: torch.dtype) -> None:
-    """The LSE is a natural logarithm, as exact as FP32: n keys of equal score zero give log n, in every dtype."""
+    """The LSE is a natural logarithm, not rounded to the dtype of q: n keys of equal score zero give log n."""
     case = trial.case(MaskLayout.causal(300), dtype=dtype)
     case = case.change(q=torch.zeros_like(case.q))
     prepared = trial.prepare(case.layout, case.request(INFER_LSE))
@@ -39,10 +39,12 @@ def lse_natural(trial: Trial, dtype: torch.dtype) -> None:
     lse = prepared(case.q, case.k, case.v).lse
     if lse is None:
         raise CheckFailed("needs_lse was asked for, and lse is None")
+    # Torch's fused CPU op loses 5e-5 in the low dtypes; rounding to them loses 1e-3 and more of these logarithms.
+    most = 2e-4 if dtype in (torch.bfloat16, torch.float16) else 1e-6
     for row in (0, 1, 2, 6, 99, 299):
         got, need = lse[0, 0, row].item(), math.log(row + 1)
         require(
-            math.isclose(got, need, rel_tol=1e-5, abs_tol=1e-6),
+            math.isclose(got, need, rel_tol=1e-5, abs_tol=most),
             f"LSE over {row + 1} keys of score 0: {got}, need {need}",
         )
     trial.honoured += 1

@@ -23,6 +23,7 @@ from polyattn.testing.checks.registry import check
 from polyattn.testing.failure import require
 from polyattn.testing.layouts import LAYOUTS
 from polyattn.testing.trial import LeftOut, Trial, assert_reasons, raised
+from polyattn.testing.variants import poisoned
 
 
 @check(without_kernel=True)
@@ -146,7 +147,7 @@ def ability(trial: Trial, use: _Use) -> None:
 
 def _copied(trial: Trial, copied: Callable[[object], object]) -> None:
     for name in trial.accepted(("causal", "packed", "dense", "right_padding")):
-        case = trial.case(LAYOUTS[name]())
+        case = poisoned(trial.case(LAYOUTS[name]()), torch.nan)  # a copy must also know what to leave out
         mode = trial.strongest(case)
         prepared = copied(trial.must_prepare(case.layout, case.request(mode)))
         assert_within(evaluate(prepared, case, mode), expected_results(case, mode))  # type: ignore[arg-type]

@@ -64,8 +64,12 @@ def transform(trial: Trial, run: Transform) -> None:
     """Second derivatives and torch.func transforms are right, or raise where ``second_order`` is not declared."""
     must = trial.abilities is not None and "second_order" in trial.abilities
     dtype = torch.float64 if trial.declares("float64") else trial.dtype
-    for name in ("full", "causal", "packed", "dense", "middle", "left_padding"):
-        case = trial.case(LAYOUTS[name](), dtype=dtype, heads=4, kv_heads=2)
+    cases = [
+        trial.case(LAYOUTS[name](), dtype=dtype, heads=4, kv_heads=2)
+        for name in ("full", "causal", "packed", "dense", "middle", "left_padding")
+    ]
+    capped = trial.case(LAYOUTS["causal"](), dtype=dtype, heads=4, kv_heads=2, softcap=1.0)
+    for case in [*cases, capped]:
         prepared = trial.prepare(case.layout, case.request(TRAIN))
         if prepared is None:
             continue
@@ -82,7 +86,7 @@ def transform(trial: Trial, run: Transform) -> None:
 
 def _assert_close(results: tuple[Tensor, ...], run: Transform, case: Case) -> None:
     def formulas(attend: Callable[..., tuple[Tensor, Tensor]]) -> Call:
-        return lambda q, k, v: AttentionResult(*attend(q, k, v, case.visible))
+        return lambda q, k, v: AttentionResult(*attend(q, k, v, case.visible, softcap=case.softcap))
 
     wide = case.to(torch.float64)
     exact, rounded = run(formulas(reference_attention), wide), run(formulas(plain_attention), case)
