@@ -248,6 +248,15 @@ class SinksIgnored(Mutant):
         return super().attend(q, k, v, prepared, bias=bias)
 
 
+class BiasOfThreeDimensionsPerRow(Mutant):
+    caught_by = ("bias[as_many_heads_as_rows]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if bias is not None and bias.dim() == 3 and bias.shape[0] == q.shape[0]:
+            bias = bias.unsqueeze(1)
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
 class SinksInLSE(Mutant):
     caught_by = ("sinks[ordinary]",)
 

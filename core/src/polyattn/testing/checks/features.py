@@ -16,7 +16,7 @@ def _sizes(name: str) -> tuple[int, int]:
     return layout.q_len, layout.kv_len
 
 
-@check(("whole", "heads", "shared", "keys", "matrix", "vector"))
+@check(("whole", "heads", "as_many_heads_as_rows", "shared", "keys", "matrix", "vector"))
 def bias(trial: Trial, form: str) -> None:
     """A bias of any shape that broadcasts is added to the scaled scores; its gradient is summed to its shape."""
     for name in _NAMES:
@@ -24,12 +24,14 @@ def bias(trial: Trial, form: str) -> None:
         shape = {
             "whole": (2, 4, q_len, kv_len),
             "heads": (1, 4, q_len, kv_len),
+            "as_many_heads_as_rows": (4, q_len, kv_len),  # per head, and not per batch row
             "shared": (1, 1, q_len, kv_len),
             "keys": (2, 1, 1, kv_len),
             "matrix": (q_len, kv_len),
             "vector": (kv_len,),
         }[form]
-        case = trial.case(ORDINARY[name](), heads=4, kv_heads=2, bias=shape)
+        batch = 4 if form == "as_many_heads_as_rows" else 2
+        case = trial.case(ORDINARY[name](), batch=batch, heads=4, kv_heads=2, bias=shape)
         trial.compare(case, case.change(leaves=("q", "k", "v")))
 
 
