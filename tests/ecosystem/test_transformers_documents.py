@@ -285,3 +285,14 @@ def test_an_implementation_that_is_set_on_the_config_alone_is_gated_too():
     want = alone(eager, row)
     eager.config._attn_implementation = "polyattn_sdpa"
     assert same(run(eager, input_ids=row, segment_ids=SEGMENTS), want)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+@pytest.mark.parametrize("kind", [transformers.GPT2Config, transformers.LlamaConfig])
+def test_a_mask_or_positions_without_a_batch_dimension_are_refused(kind, name):
+    config = kind(**({"n_embd": 32, "n_layer": 2, "n_head": 4} if kind is transformers.GPT2Config else _SMALL))
+    config.vocab_size = VOCABULARY
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="polyattn_sdpa")
+    values = {"attention_mask": SEGMENTS[0] + 1, "position_ids": POSITIONS[0]}
+    with pytest.raises(LayoutError, match=rf"{name} must be \[B, K\] with one"):
+        model(torch.ones(1, TOTAL, dtype=torch.long), **{name: values[name]})

@@ -92,7 +92,7 @@ def refuse_unread_keys(data: Mapping[str, Any]) -> None:
     unread = [
         key
         for key, value in data.items()
-        if value is not None and key not in read and re.search("rope|rotary|theta", str(key))
+        if value is not None and key not in read and re.search("rope|rotary|theta", str(key), re.IGNORECASE)
     ]
     if unread:
         fault(data, f"nothing reads {listed(unread)}, which may change the rope; take out what does not")

@@ -119,13 +119,13 @@ def check_positions(position_ids: Tensor, batch: int, length: int) -> None:
     Raises:
         LayoutError: a floating dtype, or another number of rows or tokens.
     """
-    if position_ids.dtype.is_floating_point:
+    if position_ids.dtype.is_floating_point or position_ids.dtype is torch.bool:
         raise LayoutError(
-            f"position_ids must be integers, got {position_ids.dtype}, which cannot tell high positions apart; "
+            f"position_ids must be integers, got {position_ids.dtype}, which cannot tell positions apart; "
             "call .long() where they are made"
         )
     shape = list(position_ids.shape)
-    if shape[-1] != length or (len(shape) == 2 and shape[0] not in (1, batch)):
+    if len(shape) < 2 or shape[-1] != length or (len(shape) == 2 and shape[0] not in (1, batch)):
         raise LayoutError(
             f"position_ids must be [B, K] with one position per token of {batch} rows of {length}, got {shape}"
         )

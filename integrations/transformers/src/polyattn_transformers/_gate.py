@@ -77,6 +77,11 @@ def _admit(model: PreTrainedModel, parts: Parts, given: Arguments) -> bool:
                 f"attention_mask [B, 1, Q, K] and {', '.join(named)} both say who sees whom; give one of them"
             )
         return False
+    if isinstance(mask, Tensor) and mask.dim() < 2:
+        raise LayoutError(
+            f"attention_mask must be [B, K] with one entry per token, or [B, 1, Q, K], got shape {list(mask.shape)}; "
+            "add the batch dimension"
+        )
     if not (mask is None or isinstance(mask, (Tensor, PackedMask))):
         return False  # made ahead: by generation, or by the model around this one
     batch, length = size

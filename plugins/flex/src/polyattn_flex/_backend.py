@@ -123,7 +123,7 @@ class FlexBackend(BackendBase):
         plan: FlexPlan = prepared.state
         request = prepared.request
         if plan.blocks is None and plan.dense is None:
-            return _empty(q, k, v, request)
+            return _empty(q, k, v, request, bias, sinks)
         if plan.unseen is not None:
             k, v = torch.where(plan.unseen, 0.0, k), torch.where(plan.unseen, 0.0, v)
         if plan.dead is not None:  # backward its NaN would pass through products with zero
@@ -209,9 +209,12 @@ def _unseen_keys(layout: MaskLayout, request: AttentionRequest) -> Tensor:
     return unseen.unsqueeze(-1)
 
 
-def _empty(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> AttentionResult:
-    """Zeros and ``-inf`` that depend on q, k and v, with zero gradients."""
-    nothing = q[:, :, :0].sum() + k[:, :, :0].sum() + v[:, :, :0].sum()
+def _empty(
+    q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, bias: Tensor | None, sinks: Tensor | None
+) -> AttentionResult:
+    """Zeros and ``-inf`` that depend on all that is given, with zero gradients."""
+    given = (x for x in (q, k, v, bias, sinks) if x is not None)
+    nothing = torch.stack([x.flatten()[:0].sum().to(q.dtype) for x in given]).sum()
     output = nothing.expand(*q.shape[:3], v.shape[3]).contiguous()
     if not request.needs_lse:
         return AttentionResult(output)
