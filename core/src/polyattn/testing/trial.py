@@ -21,6 +21,7 @@ from polyattn.testing.layouts import LAYOUTS
 
 #: The dtypes in which a backend is tried, best known numbers first.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 #: What a reason may be about besides the features.
 ABSENCES = ("device", "kernel")
 MODES = (INFER_LSE, TRAIN, TRAIN_LSE)

@@ -12,7 +12,7 @@ from polyattn.testing.case import GRADIENT, INFER, INFER_LSE, TRAIN_LSE, Case, M
 from polyattn.testing.checks.registry import check
 from polyattn.testing.failure import CheckFailed, require
 from polyattn.testing.layouts import LAYOUTS
-from polyattn.testing.trial import DTYPES, Trial
+from polyattn.testing.trial import DTYPES_BY_NAME, Trial
 
 _VALUE_ONLY = Mode(grad=True, lse=True)
 _NAMES = ("full", "causal", "causal_window", "packed", "dense", "right_padding")
@@ -28,7 +28,7 @@ def lse_when_asked(trial: Trial) -> None:
         trial.honoured += 1
 
 
-@check({str(dtype).removeprefix("torch."): dtype for dtype in DTYPES})
+@check(DTYPES_BY_NAME)
 def lse_natural(trial: Trial, dtype: torch.dtype) -> None:
     """The LSE is a natural logarithm, not rounded to the dtype of q: n keys of equal score zero give log n."""
     case = trial.case(MaskLayout.causal(300), dtype=dtype)

@@ -12,10 +12,8 @@ from polyattn._layout import MaskLayout, StructuredMask
 from polyattn.testing.case import INFER_LSE, TRAIN, TRAIN_LSE
 from polyattn.testing.checks.registry import check
 from polyattn.testing.layouts import LAYOUTS, LONG, WITH_DEAD
-from polyattn.testing.trial import DTYPES, Trial
+from polyattn.testing.trial import DTYPES_BY_NAME, Trial
 from polyattn.testing.variants import ARRANGEMENTS, rearranged
-
-_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 @check(LAYOUTS)
@@ -31,7 +29,7 @@ def long_values(trial: Trial, build: Callable[[], MaskLayout]) -> None:
     trial.compare(trial.case(build(), batch=1, head_dim=16), modes=(TRAIN, TRAIN_LSE))
 
 
-@check(_BY_NAME)
+@check(DTYPES_BY_NAME)
 def dtype(trial: Trial, dtype: torch.dtype) -> None:
     """Every dtype is right within its own rounding; the output keeps it, the LSE is FP32 (FP64 for FP64)."""
     names = ("full", "causal_window", "packed", "dense", "right_padding")
@@ -157,7 +155,7 @@ def scale(trial: Trial, factor: float) -> None:
     trial.compare(*(trial.case(LAYOUTS[name](), scale=factor) for name in ("full", "causal", "packed", "dense")))
 
 
-@check(_BY_NAME)
+@check(DTYPES_BY_NAME)
 def large_scores(trial: Trial, dtype: torch.dtype) -> None:
     """Scores in the hundreds keep their order, as do products that overflow before the scale."""
     for name in ("causal", "packed", "dense"):
@@ -167,7 +165,7 @@ def large_scores(trial: Trial, dtype: torch.dtype) -> None:
         trial.compare(wide.change(q=torch.full_like(wide.q, 25), k=torch.full_like(wide.k, 25)))
 
 
-@check(_BY_NAME)
+@check(DTYPES_BY_NAME)
 def magnitudes(trial: Trial, dtype: torch.dtype) -> None:
     """Large and small values and incoming gradients stay what they are."""
     for factor in (2.0**12, 2.0**-12):
