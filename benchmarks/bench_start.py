@@ -25,7 +25,7 @@ NAMES = """
 import sys, time
 sys.path[:0] = sys.argv[1:]
 import polyattn
-from polyattn._registry import backends
+from polyattn import backends
 wall, cpu = time.perf_counter(), time.thread_time()
 names = backends.names()
 print(time.perf_counter() - wall, time.thread_time() - cpu)

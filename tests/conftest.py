@@ -11,9 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from polyattn import _discovery, _hooks
-from polyattn._registry import Registry, backends, rope_variants
-from polyattn._trust import ALLOW, DISABLE, trust
+from polyattn.registry import discovery, hooks
+from polyattn.registry.registry import Registry, backends, rope_variants
+from polyattn.registry.trust import ALLOW, DISABLE, trust
 from tiny_dists import TinyDist, tiny_backend
 
 
@@ -44,7 +44,7 @@ def isolated_registry(monkeypatch):
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A folder on ``sys.path`` of this process; call ``_discovery.rescan()`` after writing distributions into it."""
+    """A folder on ``sys.path`` of this process; call ``discovery.rescan()`` after writing distributions into it."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -54,8 +54,8 @@ def site(tmp_path, monkeypatch):
     for name in set(sys.modules) - known:
         if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(folder)):
             del sys.modules[name]
-    _discovery.rescan()
-    _hooks.refresh()
+    discovery.rescan()
+    hooks.refresh()
 
 
 @pytest.fixture(scope="session")

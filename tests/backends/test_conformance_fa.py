@@ -6,7 +6,7 @@ import pytest
 
 from fa_stand_in import stand_in
 from polyattn.testing import BackendConformance
-from polyattn.testing.runner import start_trial
+from polyattn_conformance.runner import start_trial
 from polyattn_fa2 import FlashBackend, FlashOptions
 
 

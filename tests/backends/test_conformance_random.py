@@ -12,9 +12,9 @@ from hypothesis import given
 
 from fa_stand_in import stand_in
 from polyattn import backends
-from polyattn.testing.runner import start_trial
-from polyattn.testing.strategies import PROFILES, calls
-from polyattn.testing.trial import one_thread
+from polyattn_conformance.runner import start_trial
+from polyattn_conformance.strategies import PROFILES, calls
+from polyattn_conformance.trial import one_thread
 
 PROFILE = PROFILES[os.environ.get("POLYATTN_HYPOTHESIS", "ci")]
 

@@ -10,8 +10,8 @@ import torch
 
 from fa_stand_in import stand_in
 from polyattn import AttentionRequest, AttentionScope, MaskLayout, StructuredMask, attention, backends, merge
-from polyattn.testing.checks.host_reads import forbid_host_reads
-from polyattn.testing.reference import reference_attention
+from polyattn_conformance.checks.host_reads import forbid_host_reads
+from polyattn_conformance.reference import reference_attention
 from polyattn_fa2 import FlashBackend, FlashOptions, _ops, providers
 from polyattn_fa2._backend import ABILITIES
 

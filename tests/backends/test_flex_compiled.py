@@ -11,9 +11,9 @@ from torch import nn
 
 from polyattn import AttentionRequest, MaskLayout, StructuredMask, UnsupportedAttentionError, attention, backends
 from polyattn.testing import reference_attention
-from polyattn.testing.bounds import assert_within, expected_results
-from polyattn.testing.case import INFER, evaluate, make_case
-from polyattn.testing.variants import poisoned
+from polyattn_conformance.bounds import assert_within, expected_results
+from polyattn_conformance.case import INFER, evaluate, make_case
+from polyattn_conformance.variants import poisoned
 from polyattn_flex import FlexBackend
 
 _MISSING = FlexBackend().device_reasons(torch.device("cpu"))

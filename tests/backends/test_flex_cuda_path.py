@@ -11,9 +11,9 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 
 from polyattn import MaskLayout
-from polyattn.testing.bounds import assert_within, expected_results
-from polyattn.testing.case import TRAIN, TRAIN_LSE, evaluate, make_case
-from polyattn.testing.variants import poisoned
+from polyattn_conformance.bounds import assert_within, expected_results
+from polyattn_conformance.case import TRAIN, TRAIN_LSE, evaluate, make_case
+from polyattn_conformance.variants import poisoned
 from polyattn_flex import FlexBackend, _kernels, _reasons
 
 # Dynamo looks at the gradient of every input and hides the warning that this gives, but not from an error filter.

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from polyattn.testing import check_backend
-from polyattn.testing.runner import FAILED
+from polyattn_conformance.runner import FAILED
 
 _SPEC = importlib.util.spec_from_file_location("polyattn_mutants", pathlib.Path(__file__).with_name("mutants.py"))
 assert _SPEC is not None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import polyattn.testing
+import polyattn_conformance
 from polyattn import (
     AttentionRequest,
     AttentionResult,
@@ -25,12 +25,12 @@ from polyattn import (
     attention,
     backends,
 )
-from polyattn._cli.check import check as check_command
 from polyattn.testing import check_backend
-from polyattn.testing.bounds import assert_within, expected_results
-from polyattn.testing.case import INFER, evaluate, make_case
-from polyattn.testing.checks import CHECKS
-from polyattn.testing.runner import EXPECTED, FAILED, LEFT_OUT, PASSED, REFUSED
+from polyattn_cli.check import check as check_command
+from polyattn_conformance.bounds import assert_within, expected_results
+from polyattn_conformance.case import INFER, evaluate, make_case
+from polyattn_conformance.checks import CHECKS
+from polyattn_conformance.runner import EXPECTED, FAILED, LEFT_OUT, PASSED, REFUSED
 from polyattn_eager import EagerBackend
 
 FORWARD_ONLY = frozenset({"float32", "full", "causal"})
@@ -216,7 +216,7 @@ import sys
 import torch
 from click.testing import CliRunner
 from polyattn import AttentionResult, backends
-from polyattn._cli.check import check
+from polyattn_cli.check import check
 from polyattn_eager import EagerBackend
 
 class Twice(EagerBackend):
@@ -242,7 +242,7 @@ def test_the_command_finds_a_wrong_backend_under_python_o_as_well():
 
 
 def test_no_check_is_an_assert_statement():
-    root = pathlib.Path(polyattn.testing.__file__).parent
+    root = pathlib.Path(polyattn_conformance.__file__).parent
     for path in root.rglob("*.py"):
         tree = ast.parse(path.read_text("utf-8"))
         assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)], path.name

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyattn
 from polyattn import AttentionRequest, MaskLayout, UnsupportedAttentionError
-from polyattn.testing.reference import reference_attention
+from polyattn_conformance.reference import reference_attention
 from polyattn_sdpa import _kernels
 from polyattn_sdpa._tiles import ALIGNMENT, BAND, band_mask, tiles_of
 

@@ -5,7 +5,7 @@ import torch
 
 import polyattn
 from polyattn import AttentionRequest, ConfigError, MaskLayout
-from polyattn.testing.reference import reference_attention
+from polyattn_conformance.reference import reference_attention
 from polyattn_sdpa import _options
 
 ON, OFF, AUTO = (polyattn.backends.resolve("sdpa", {"upcast_backward": value}) for value in (True, False, None))

@@ -11,8 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from polyattn._cli import COMMANDS, cli
-from polyattn._cli.table import draw
+from polyattn_cli import COMMANDS, cli
+from polyattn_cli.table import draw
 from tiny_dists import backend_source
 
 
@@ -23,12 +23,12 @@ def polyattn(*arguments):
 def test_help_names_every_command_and_imports_none(run_python):
     code = """
 import sys
-from polyattn._cli import COMMANDS, cli
+from polyattn_cli import COMMANDS, cli
 try:
     cli(["--help"], prog_name="polyattn")
 except SystemExit as done:
     assert done.code == 0
-assert not [m for m in sys.modules if m.startswith("polyattn._cli.") or m.split(".")[0] in {"torch", "rich"}]
+assert not [m for m in sys.modules if m.startswith("polyattn_cli.") or m.split(".")[0] in {"torch", "rich"}]
 """
     said = run_python(code).stdout
     for name, (_, line) in COMMANDS.items():
@@ -77,7 +77,7 @@ def test_list_imports_no_torch_and_rich_only_for_a_table(run_python, tmp_path, m
     ):
         code = f"""
 import sys
-from polyattn._cli import cli
+from polyattn_cli import cli
 try: cli({arguments!r}, prog_name="polyattn")
 except SystemExit as done: assert done.code == 0
 assert not {modules!r} & set(sys.modules)
@@ -189,7 +189,7 @@ def test_doctor_finds_code_inside_a_package_without_importing_the_package(tmp_pa
         },
     ).unpack(tmp_path / "site")
     code = """
-from polyattn._cli.doctor import _code
+from polyattn_cli.doctor import _code
 print(_code("acme.inner.kernel"), [_code("acme.nothing"), _code("nowhere.at.all")], sep="\\n")
 """
     assert run_python(code, path=[folder]).stdout.splitlines() == [

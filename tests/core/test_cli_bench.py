@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import polyattn
-from polyattn._cli import cli
+from polyattn_cli import cli
 
 TINY = ["--q-len", "8", "--heads", "2", "--head-dim", "8", "--rounds", "1"]
 

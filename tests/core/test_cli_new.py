@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import polyattn
-from polyattn._cli import cli
+from polyattn_cli import cli
 
 try:
     import tomllib

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from polyattn._cli.ranges import outside
+from polyattn_cli.ranges import outside
 
 
 def install(site, name, version, *needs):

@@ -7,7 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from polyattn._cli import cli
+from polyattn_cli import cli
 
 CONFIG = {
     "model_type": "llama",

@@ -18,7 +18,7 @@ from polyattn import (
     UnknownBackendError,
     UnsupportedAttentionError,
 )
-from polyattn._modules.groups import LayerGroup
+from polyattn_modules.groups import LayerGroup
 
 ROPE = {
     "schema_version": 1,

@@ -10,11 +10,11 @@ import zipfile
 
 import pytest
 
-from polyattn import _discovery
+from polyattn.registry import discovery
 
 
 def found(group="polyattn.backends"):
-    return {plugin.name: plugin for plugin in _discovery.rescan().candidates[group]}
+    return {plugin.name: plugin for plugin in discovery.rescan().candidates[group]}
 
 
 def test_a_candidate_tells_where_it_comes_from(site, make_dist):
@@ -28,7 +28,7 @@ def test_a_candidate_tells_where_it_comes_from(site, make_dist):
 
 def test_all_three_groups_are_scanned_at_once(site, make_dist):
     make_dist("trio", backends={"acme": "m:B"}, rope={"spiral": "m:R"}, hooks={"trace": "m"}).unpack(site)
-    scan = _discovery.rescan()
+    scan = discovery.rescan()
     names = {
         group: [plugin.name for plugin in plugins if plugin.dist == "trio"]
         for group, plugins in scan.candidates.items()
@@ -37,11 +37,11 @@ def test_all_three_groups_are_scanned_at_once(site, make_dist):
 
 
 def test_one_scan_serves_until_the_next_refresh(site, make_dist):
-    before = _discovery.rescan()
+    before = discovery.rescan()
     make_dist.backend("acme-attention", "acme").unpack(site)
-    assert _discovery.current() is before
+    assert discovery.current() is before
     assert "acme" in found()
-    assert _discovery.current() is not before
+    assert discovery.current() is not before
 
 
 def test_a_listing_of_the_folder_that_python_cached_does_not_hide_a_new_plugin(site, make_dist):
@@ -55,7 +55,7 @@ def test_egg_info_beside_dist_info_is_one_plugin(site, make_dist):
     acme = make_dist.backend("acme-attention", "acme")
     acme.unpack(site)
     acme.unpack(site, info="acme_attention.egg-info")
-    (claim,) = [plugin for plugin in _discovery.rescan().candidates["polyattn.backends"] if plugin.name == "acme"]
+    (claim,) = [plugin for plugin in discovery.rescan().candidates["polyattn.backends"] if plugin.name == "acme"]
     assert claim.source.endswith(".dist-info/entry_points.txt")
 
 
@@ -65,14 +65,14 @@ def test_of_one_distribution_twice_on_the_path_the_first_counts(newer_first, tmp
     new = make_dist.backend("Acme_Attention", "acme", version="2.0", module="new").unpack(tmp_path / "b")
     for folder in (old, new) if newer_first else (new, old):
         monkeypatch.syspath_prepend(folder)
-    claims = [plugin for plugin in _discovery.rescan().candidates["polyattn.backends"] if plugin.name == "acme"]
+    claims = [plugin for plugin in discovery.rescan().candidates["polyattn.backends"] if plugin.name == "acme"]
     assert [claim.version for claim in claims] == ["2.0" if newer_first else "1.0"]
 
 
 def test_the_same_folder_twice_on_the_path_gives_one_plugin(site, monkeypatch, make_dist):
     make_dist.backend("acme-attention", "acme").unpack(site)
     monkeypatch.syspath_prepend(str(site) + "/.")
-    assert len([plugin for plugin in _discovery.rescan().candidates["polyattn.backends"] if plugin.name == "acme"]) == 1
+    assert len([plugin for plugin in discovery.rescan().candidates["polyattn.backends"] if plugin.name == "acme"]) == 1
 
 
 def test_leftover_metadata_without_its_main_file_loses_to_the_whole_one(site, make_dist):
@@ -103,7 +103,7 @@ def test_unreadable_metadata_is_a_problem_of_its_own(site, make_dist):
     bad.mkdir()
     (bad / "entry_points.txt").write_bytes(b"[polyattn.backends]\n\xff\xfe = x\n")
     assert "acme" in found()
-    (problem,) = [text for text in _discovery.current().problems if "bad-1.0" in text]
+    (problem,) = [text for text in discovery.current().problems if "bad-1.0" in text]
     assert "UnicodeDecodeError" in problem
 
 
@@ -134,7 +134,7 @@ def test_what_would_act_on_a_terminal_is_written_out(site, make_dist):
 
 
 def test_a_look_alike_of_a_name_is_told_apart():
-    assert _discovery.illegal_name("polyattn.backends", "f\u0430").endswith(r"got 'f\u0430'")
+    assert discovery.illegal_name("polyattn.backends", "f\u0430").endswith(r"got 'f\u0430'")
 
 
 def test_a_folder_called_entry_points_is_passed_over(site, make_dist):
@@ -159,7 +159,7 @@ def test_a_path_or_a_finder_that_cannot_be_searched_hides_nobody_else(path, site
     else:
         monkeypatch.setattr(sys, "meta_path", [BrokenFinder(), *sys.meta_path])
     assert "acme" in found()
-    assert [problem for problem in _discovery.current().problems if "cannot be searched whole" in problem]
+    assert [problem for problem in discovery.current().problems if "cannot be searched whole" in problem]
 
 
 @pytest.mark.parametrize("name", ["nx-loop", "FA", "1x", "", "auto", "a:b", "naïve"])
@@ -167,7 +167,7 @@ def test_an_illegal_name_is_kept_as_a_fault_and_logged_once(name, site, make_dis
     make_dist("acme-attention", entry_points=f"[polyattn.backends]\n{name} = acme:Backend\n").unpack(site)
     with caplog.at_level(logging.WARNING, "polyattn"):
         plugin = found()[name]
-        _discovery.current()
+        discovery.current()
     assert plugin.fault
     assert plugin.module == ""
     (record,) = [record for record in caplog.records if "acme-attention 1.0" in record.getMessage()]
@@ -186,21 +186,21 @@ def test_a_line_that_is_no_entry_point_is_kept_as_a_fault(site, make_dist):
     make_dist(
         "acme-attention", entry_points="[polyattn.backends]\n# comment\n; comment\n\nacme\n[other]\nx = y\n"
     ).unpack(site)
-    mine = [plugin for plugin in _discovery.rescan().candidates["polyattn.backends"] if plugin.dist == "acme-attention"]
+    mine = [plugin for plugin in discovery.rescan().candidates["polyattn.backends"] if plugin.dist == "acme-attention"]
     assert [plugin.name for plugin in mine] == ["acme"]
     assert mine[0].fault
 
 
 @pytest.mark.parametrize("value", ["m", "p.m:C", "m:C.attr", "m : C", "m:C [extra]"])
 def test_every_form_of_a_value_is_read(value):
-    plugin = _discovery.candidate("polyattn.backends", "acme", value)
+    plugin = discovery.candidate("polyattn.backends", "acme", value)
     assert not plugin.fault
     assert plugin.module in {"m", "p.m"}
 
 
 def test_auto_is_reserved_among_backends_only():
-    assert "reserved" in _discovery.illegal_name("polyattn.backends", "auto")
-    assert not _discovery.illegal_name("polyattn.rope", "auto")
+    assert "reserved" in discovery.illegal_name("polyattn.backends", "auto")
+    assert not discovery.illegal_name("polyattn.rope", "auto")
 
 
 def test_a_zip_on_the_path_is_read_like_a_folder(tmp_path, run_python, make_dist):
@@ -251,7 +251,7 @@ def test_a_section_that_was_meant_for_a_group_and_is_not_one_is_a_problem_that_n
     make_dist.backend("acme-attention", "acme").unpack(site)
     (file,) = site.glob("acme*.dist-info/entry_points.txt")
     file.write_text(f"[console_scripts]\nx = y:z\n{written}\nacme = acme_attention:Backend\n")
-    scan = _discovery.rescan()
+    scan = discovery.rescan()
     (problem,) = [text for text in scan.problems if "acme_attention" in text]
     assert problem.endswith(f"the section {written} is not a group of polyattn; did you mean [polyattn.backends]?")
     assert "acme" not in {plugin.name for plugin in scan.candidates["polyattn.backends"]}
@@ -262,9 +262,9 @@ def test_a_section_of_somebody_else_or_of_a_later_release_is_no_problem(other, s
     make_dist.backend("acme-attention", "acme").unpack(site)
     (file,) = site.glob("acme*.dist-info/entry_points.txt")
     file.write_text(f"{other}\nacme = acme_attention\n")
-    assert not [text for text in _discovery.rescan().problems if "acme_attention" in text]
+    assert not [text for text in discovery.rescan().problems if "acme_attention" in text]
 
 
 def test_look_alikes_of_letters_do_not_make_two_distributions_the_same():
-    assert _discovery.normalized("Acme_Kernel") == "acme-kernel"
-    assert _discovery.normalized("acme-\u212aernel") != "acme-kernel"
+    assert discovery.normalized("Acme_Kernel") == "acme-kernel"
+    assert discovery.normalized("acme-\u212aernel") != "acme-kernel"

@@ -7,7 +7,8 @@ import logging
 import pluggy
 import pytest
 
-from polyattn import AttentionSpec, BackendLoadError, ConfigError, _discovery, _hooks, check_servable
+from polyattn import AttentionSpec, BackendLoadError, ConfigError, check_servable
+from polyattn.registry import discovery, hooks
 
 hookimpl = pluggy.HookimplMarker("polyattn")
 
@@ -26,43 +27,43 @@ class Recorder:
 @pytest.fixture
 def recorder():
     plugin = Recorder()
-    _hooks.register(plugin, "recorder")
+    hooks.register(plugin, "recorder")
     yield plugin
-    _hooks.unregister("recorder")
+    hooks.unregister("recorder")
 
 
 def reload():
-    _discovery.rescan()
-    _hooks.refresh()
+    discovery.rescan()
+    hooks.refresh()
 
 
 def info(name):
-    return next(info for info in _hooks.infos() if info.name == name)
+    return next(info for info in hooks.infos() if info.name == name)
 
 
 def test_without_a_plugin_no_hook_is_installed_and_asking_loads_nothing_again(site):
     reload()
-    assert not any(map(_hooks.installed, _hooks.NAMES))
-    assert _hooks._state.implemented == frozenset()
+    assert not any(map(hooks.installed, hooks.NAMES))
+    assert hooks._state.implemented == frozenset()
 
 
 def test_a_plugin_registered_in_code_is_called_with_the_arguments_that_it_names(recorder):
-    assert _hooks.installed("polyattn_backend_loaded")
-    assert not _hooks.installed("polyattn_prepared")
-    _hooks.call("polyattn_backend_loaded", name="acme", backend=object())
+    assert hooks.installed("polyattn_backend_loaded")
+    assert not hooks.installed("polyattn_prepared")
+    hooks.call("polyattn_backend_loaded", name="acme", backend=object())
     assert recorder.seen == ["acme"]
 
 
 def test_an_unregistered_plugin_is_no_longer_called():
     plugin = Recorder()
-    _hooks.register(plugin, "recorder")
-    _hooks.unregister("recorder")
-    assert not _hooks.installed("polyattn_backend_loaded")
+    hooks.register(plugin, "recorder")
+    hooks.unregister("recorder")
+    assert not hooks.installed("polyattn_backend_loaded")
 
 
 def test_a_name_is_registered_once(recorder):
     with pytest.raises(BackendLoadError, match="there is a hook plugin of that name"):
-        _hooks.register(Recorder(), "recorder")
+        hooks.register(Recorder(), "recorder")
 
 
 def test_an_installed_plugin_is_loaded_at_the_first_question(site, make_dist):
@@ -70,9 +71,9 @@ def test_an_installed_plugin_is_loaded_at_the_first_question(site, make_dist):
     make_dist("tracer", hooks={"trace": "tracer_module"}, modules={"tracer_module.py": source}).unpack(site)
     reload()
     assert info("trace").status == "available"
-    assert _hooks.installed("polyattn_prepared")
+    assert hooks.installed("polyattn_prepared")
     assert info("trace").status == "loaded"
-    _hooks.call("polyattn_prepared", prepared="it")
+    hooks.call("polyattn_prepared", prepared="it")
     import tracer_module
 
     assert tracer_module.calls == ["it"]
@@ -82,10 +83,10 @@ def test_an_uninstalled_plugin_is_gone_after_a_refresh(site, make_dist):
     source = HOOK + "@hookimpl\ndef polyattn_prepared():\n    pass\n"
     make_dist("tracer", hooks={"trace": "tracer_gone"}, modules={"tracer_gone.py": source}).unpack(site)
     reload()
-    assert _hooks.installed("polyattn_prepared")
+    assert hooks.installed("polyattn_prepared")
     (site / "tracer-1.0.dist-info" / "entry_points.txt").unlink()
     reload()
-    assert not _hooks.installed("polyattn_prepared")
+    assert not hooks.installed("polyattn_prepared")
 
 
 def test_two_entry_points_that_lead_to_one_object_call_it_once(site, make_dist):
@@ -94,8 +95,8 @@ def test_two_entry_points_that_lead_to_one_object_call_it_once(site, make_dist):
         "tracer", hooks={"one": "tracer_twice", "two": "tracer_twice"}, modules={"tracer_twice.py": source}
     ).unpack(site)
     reload()
-    assert _hooks.installed("polyattn_prepared")
-    _hooks.call("polyattn_prepared", prepared=None)
+    assert hooks.installed("polyattn_prepared")
+    hooks.call("polyattn_prepared", prepared=None)
     import tracer_twice
 
     assert tracer_twice.calls == [1]
@@ -120,8 +121,8 @@ def test_a_faulty_plugin_is_left_out_and_named_and_harms_no_other(source, said, 
     make_dist("badhooks", "3.1", hooks={"bad": "bad_hooks"}, modules={"bad_hooks.py": source}).unpack(site)
     reload()
     with caplog.at_level(logging.WARNING, "polyattn"):
-        assert _hooks.installed("polyattn_prepared")
-        assert not _hooks.installed("polyattn_select_backend")
+        assert hooks.installed("polyattn_prepared")
+        assert not hooks.installed("polyattn_select_backend")
     assert info("bad").status == "broken"
     assert said in info("bad").error
     assert "badhooks 3.1" in info("bad").error
@@ -135,8 +136,8 @@ def test_a_hook_of_a_later_version_may_be_marked_optional():
         def polyattn_of_tomorrow(self, anything):
             pass
 
-    _hooks.register(Later(), "later")
-    _hooks.unregister("later")
+    hooks.register(Later(), "later")
+    hooks.unregister("later")
 
 
 def test_the_first_policy_that_answers_decides():
@@ -150,13 +151,13 @@ def test_the_first_policy_that_answers_decides():
         def polyattn_select_backend(self, candidates):
             return candidates[-1]
 
-    _hooks.register(Site(), "site")
-    _hooks.register(Silent(), "silent")
+    hooks.register(Site(), "site")
+    hooks.register(Silent(), "silent")
     try:
-        chosen = _hooks.call("polyattn_select_backend", layout=None, request=None, candidates=("a", "b"))
+        chosen = hooks.call("polyattn_select_backend", layout=None, request=None, candidates=("a", "b"))
     finally:
-        _hooks.unregister("site")
-        _hooks.unregister("silent")
+        hooks.unregister("site")
+        hooks.unregister("silent")
     assert chosen == "b"
 
 
@@ -166,11 +167,11 @@ def test_an_observer_that_fails_is_logged_and_stops_nothing(caplog):
         def polyattn_prepared(self):
             raise ZeroDivisionError("mine")
 
-    _hooks.register(Clumsy(), "clumsy")
+    hooks.register(Clumsy(), "clumsy")
     try:
-        assert _hooks.call("polyattn_prepared", prepared=None) == []
+        assert hooks.call("polyattn_prepared", prepared=None) == []
     finally:
-        _hooks.unregister("clumsy")
+        hooks.unregister("clumsy")
     (record,) = caplog.records
     assert "polyattn_prepared" in record.getMessage()
     assert record.exc_info[0] is ZeroDivisionError
@@ -182,12 +183,12 @@ def test_a_policy_that_fails_is_not_ignored():
         def polyattn_select_backend(self):
             raise ZeroDivisionError("mine")
 
-    _hooks.register(Clumsy(), "clumsy")
+    hooks.register(Clumsy(), "clumsy")
     try:
         with pytest.raises(ZeroDivisionError):
-            _hooks.call("polyattn_select_backend", layout=None, request=None, candidates=())
+            hooks.call("polyattn_select_backend", layout=None, request=None, candidates=())
     finally:
-        _hooks.unregister("clumsy")
+        hooks.unregister("clumsy")
 
 
 def test_loading_a_backend_tells_the_hook_once(site, make_dist, isolated_registry, recorder):
@@ -207,14 +208,14 @@ def test_importing_polyattn_and_listing_load_no_hook(run_python, tmp_path, make_
 
 def test_a_hook_plugin_that_asks_about_hooks_while_it_is_imported_works(site, make_dist):
     source = (
-        "from polyattn import _hooks\n_hooks.installed('polyattn_prepared')\n"
+        "from polyattn.registry import discovery,  hooks\n_hooks.installed('polyattn_prepared')\n"
         + HOOK
         + "@hookimpl\ndef polyattn_prepared():\n    pass\n"
     )
     make_dist("curious", hooks={"curious": "curious_hooks"}, modules={"curious_hooks.py": source}).unpack(site)
     reload()
-    assert _hooks.installed("polyattn_prepared")
-    assert _hooks._state.implemented == {"polyattn_prepared"}
+    assert hooks.installed("polyattn_prepared")
+    assert hooks._state.implemented == {"polyattn_prepared"}
 
 
 def test_an_observer_that_raises_system_exit_stops_nothing(caplog):
@@ -223,11 +224,11 @@ def test_an_observer_that_raises_system_exit_stops_nothing(caplog):
         def polyattn_prepared(self, prepared):
             raise SystemExit(3)
 
-    _hooks.register(Leaves(), "leaves")
+    hooks.register(Leaves(), "leaves")
     try:
-        assert _hooks.call("polyattn_prepared", prepared=None) == []
+        assert hooks.call("polyattn_prepared", prepared=None) == []
     finally:
-        _hooks.unregister("leaves")
+        hooks.unregister("leaves")
     assert "an implementation of the hook polyattn_prepared failed" in caplog.text
 
 
@@ -248,9 +249,9 @@ def test_an_answer_about_serving_that_is_not_reasons_is_refused(isolated_registr
         def polyattn_check_servable(self, spec, target):
             return "no"
 
-    _hooks.register(Answers(), "answers")
+    hooks.register(Answers(), "answers")
     try:
         with pytest.raises(ConfigError, match=r"must return a tuple of Reason, or None, got 'no'"):
             check_servable(spec, "acme_engine")
     finally:
-        _hooks.unregister("answers")
+        hooks.unregister("answers")

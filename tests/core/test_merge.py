@@ -7,7 +7,7 @@ import torch
 
 import polyattn
 from polyattn import AttentionInputError, AttentionResult, MaskLayout, apply_sinks, merge
-from polyattn.testing.reference import reference_attention
+from polyattn_conformance.reference import reference_attention
 
 
 def tensors(q_len=6, kv_len=10, dtype=torch.float64, seed=0):

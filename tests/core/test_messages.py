@@ -10,7 +10,7 @@ import pytest
 
 import polyattn
 from polyattn import AttentionConfig, AttentionSpec, ConfigError, PolyattnError, RopeSpec, read_yaml
-from polyattn._numbers import listed, shown
+from polyattn.messages import listed, shown
 
 SIZES = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "v_head_dim": 16}
 ROPE = {

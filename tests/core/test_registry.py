@@ -16,7 +16,7 @@ from polyattn import (
     IncompatiblePluginError,
     UnknownBackendError,
     UnknownRopeVariantError,
-    _discovery,
+    discovery,
 )
 from tiny_dists import backend_source
 
@@ -122,8 +122,8 @@ def text_of(registry, name, kind=UnknownBackendError):
 @pytest.fixture
 def bare(isolated_registry, monkeypatch):
     """A registry with nothing installed."""
-    empty = _discovery.Scan(dict.fromkeys(_discovery.GROUPS, ()), (), 0.0)
-    monkeypatch.setattr(_discovery, "current", lambda: empty)
+    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()), (), 0.0)
+    monkeypatch.setattr(discovery, "current", lambda: empty)
     return isolated_registry
 
 
@@ -149,9 +149,9 @@ def test_a_first_party_name_comes_with_its_pip_command(name, dist, bare):
 
 
 def test_a_first_party_rope_variant_comes_with_its_pip_command(monkeypatch):
-    empty = _discovery.Scan(dict.fromkeys(_discovery.GROUPS, ()), (), 0.0)
-    monkeypatch.setattr(_discovery, "current", lambda: empty)
-    registry = polyattn._registry.Registry(polyattn.rope_variants._contract)
+    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()), (), 0.0)
+    monkeypatch.setattr(discovery, "current", lambda: empty)
+    registry = polyattn.registry.registry.Registry(polyattn.rope_variants._contract)
     for name in ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"):
         said = text_of(registry, name, UnknownRopeVariantError)
         brings = f"`pip install polyattn-rope-{name}` brings it"
@@ -300,7 +300,7 @@ def test_a_malformed_string_is_not_registered(isolated_registry):
 
 
 def test_rope_variants_are_checked_by_their_own_contract(isolated_registry):
-    rope = polyattn._registry.Registry(polyattn.rope_variants._contract)
+    rope = polyattn.registry.registry.Registry(polyattn.rope_variants._contract)
     rope.register("spiral", Variant())
     assert rope.get("spiral").name == "spiral"
     with pytest.raises(BackendLoadError, match=r"Fake is no RoPE variant: .*Fake lacks validate, frequencies"):
@@ -513,14 +513,14 @@ def test_the_errors_of_the_registry_survive_pickling(isolated_registry):
 @pytest.mark.parametrize("same_name", [False, True])
 def test_what_is_known_about_thousands_of_plugins_is_told_in_time_linear_in_their_number(same_name, monkeypatch):
     claims = [
-        _discovery.candidate("polyattn.backends", "n" if same_name else f"n{i}", f"m{i}:A", dist=f"d{i}", version="1")
+        discovery.candidate("polyattn.backends", "n" if same_name else f"n{i}", f"m{i}:A", dist=f"d{i}", version="1")
         for i in range(4000)
     ]
-    scan = _discovery.Scan({**dict.fromkeys(_discovery.GROUPS, ()), "polyattn.backends": tuple(claims)}, (), 0.0)
-    monkeypatch.setattr(_discovery, "current", lambda: scan)
-    registry = polyattn._registry.Registry(polyattn.backends._contract)
+    scan = discovery.Scan({**dict.fromkeys(discovery.GROUPS, ()), "polyattn.backends": tuple(claims)}, (), 0.0)
+    monkeypatch.setattr(discovery, "current", lambda: scan)
+    registry = polyattn.registry.registry.Registry(polyattn.backends._contract)
     compared = []
-    monkeypatch.setattr(_discovery.Candidate, "__eq__", lambda a, b: compared.append(1) or a is b)
+    monkeypatch.setattr(discovery.Candidate, "__eq__", lambda a, b: compared.append(1) or a is b)
     assert len(registry.infos()) == 4000
     for i in (0, 2000, 3999):
         assert registry.info(f"d{i}:{claims[i].name}").dist == f"d{i}"

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from polyattn import BackendLoadError
-from polyattn._once import Once
+from polyattn.registry.once import Once
 
 COUNTED = "import builtins, time\nbuiltins.loads = getattr(builtins, 'loads', 0) + 1\ntime.sleep(0.05)"
 

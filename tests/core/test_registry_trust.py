@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from polyattn import AttentionConfig, BlockedPluginError, ConfigError, UnknownBackendError, _hooks
+from polyattn import AttentionConfig, BlockedPluginError, ConfigError, UnknownBackendError, hooks
 
 WITNESS = "import pathlib\npathlib.Path('imported').touch()"
 
@@ -207,11 +207,11 @@ def test_a_hook_that_is_disabled_is_no_longer_called(site, make_dist, acme):
     source = "import pluggy\n@pluggy.HookimplMarker('polyattn')\ndef polyattn_prepared():\n    pass\n"
     make_dist("tracer", hooks={"trace": "tracer_blocked"}, modules={"tracer_blocked.py": source}).unpack(site)
     acme.refresh()
-    assert _hooks.installed("polyattn_prepared")
+    assert hooks.installed("polyattn_prepared")
     acme.disable(["trace"])
-    assert not _hooks.installed("polyattn_prepared")
+    assert not hooks.installed("polyattn_prepared")
     acme.disable([])
-    assert _hooks.installed("polyattn_prepared")
+    assert hooks.installed("polyattn_prepared")
 
 
 @pytest.mark.parametrize(

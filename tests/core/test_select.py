@@ -19,7 +19,7 @@ from polyattn import (
     UnsupportedAttentionError,
     explain,
 )
-from polyattn._select import resolve_backend
+from polyattn.select import resolve_backend
 
 
 def request_of(**fields):

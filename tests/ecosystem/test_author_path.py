@@ -17,7 +17,7 @@ def workshop(tmp_path_factory):
     """A folder in which ``polyattn new`` wrote a backend and a RoPE variant."""
     from click.testing import CliRunner
 
-    from polyattn._cli import cli
+    from polyattn_cli import cli
 
     folder = tmp_path_factory.mktemp("workshop")
     for arguments in (["my-backend"], ["--rope", "my-rope"]):
@@ -70,6 +70,6 @@ def test_a_model_trains_with_both_by_name(target, run_python, tmp_path):
 def test_the_template_is_in_the_wheel_of_core(build_wheel, pip_install, tmp_path, run_python):
     core = pip_install(tmp_path / "core", build_wheel(ROOT / "core"))
     run_python(["-m", "polyattn", "new", "my-backend"], path=[core])
-    code = "import polyattn._cli.new as new; print(new.__file__)"
+    code = "import polyattn_cli.new as new; print(new.__file__)"
     assert Path(run_python(code, path=[core]).stdout.strip()).is_relative_to(core)
     assert (tmp_path / "polyattn-my-backend" / ".github" / "workflows" / "test.yml").is_file()

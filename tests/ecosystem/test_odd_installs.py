@@ -43,7 +43,7 @@ def test_pip_install_target(target, run_python):
 def test_a_zipapp_carries_core_plugins_and_their_data(target, tmp_path, run_python):
     (target / "zipped_app.py").write_text(
         f"def main():\n    exec({ATTEND!r})\n"
-        "    from polyattn._rope.hf_classes import classes\n"
+        "    from polyattn_readers.model_classes import classes\n"
         "    print('adjacent' in classes())\n"
     )
     zipapp.create_archive(target, tmp_path / "app.pyz", main="zipped_app:main")
@@ -203,7 +203,7 @@ def test_a_plugin_is_one_plugin_that_works(install, tmp_path, run_python, make_d
     assert {"eager", "sdpa"} <= {entry["name"] for entry in listed}
     code = """
 from polyattn import backends
-from polyattn._cli.doctor import _code
+from polyattn_cli.doctor import _code
 print(backends.get("acme").name, backends.info("acme").status, _code("acme_attention"), sep="\\n")
 """
     name, status, where = run_python(code, path=path).stdout.splitlines()
@@ -215,7 +215,7 @@ APP = """
 import sys
 
 import polyattn
-from polyattn._cli import main
+from polyattn_cli import main
 
 if len(sys.argv) > 1:
     main()

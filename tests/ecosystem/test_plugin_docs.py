@@ -10,9 +10,9 @@ import torch
 import yaml
 
 import polyattn
-from polyattn import _hooks
-from polyattn._registry import BACKEND, ROPE_VARIANT
-from polyattn.testing.trial import assert_reasons
+from polyattn.registry import hooks
+from polyattn.registry.registry import BACKEND, ROPE_VARIANT
+from polyattn_conformance.trial import assert_reasons
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "plugin-authors.md").read_text(encoding="utf-8")
@@ -65,11 +65,11 @@ def test_the_rope_of_a_config_is_whole(shown):
 def test_the_hook_is_one(shown, capsys):
     q = torch.zeros(1, 2, 5, 8)
     plugin = type("Module", (), {"polyattn_prepared": staticmethod(shown["polyattn_prepared"])})
-    _hooks.register(plugin, "shown")
+    hooks.register(plugin, "shown")
     try:
         polyattn.attention(q, q, q, polyattn.MaskLayout.full(5), backend="eager")
     finally:
-        _hooks.unregister("shown")
+        hooks.unregister("shown")
     assert capsys.readouterr().out == f"eager {polyattn.MaskLayout.full(5).describe()}\n"
 
 
@@ -88,7 +88,7 @@ def test_the_lists_are_those_of_the_code():
     )
     assert set(words.split()) == set(polyattn.FEATURES)
     assert re.findall(r"^\| `(polyattn_\w+)\(", GUIDE, flags=re.MULTILINE) != []
-    assert set(re.findall(r"^\| `(polyattn_\w+)\(", GUIDE, flags=re.MULTILINE)) == set(_hooks.NAMES)
+    assert set(re.findall(r"^\| `(polyattn_\w+)\(", GUIDE, flags=re.MULTILINE)) == set(hooks.NAMES)
     versions = {BACKEND.api_versions[-1], ROPE_VARIANT.api_versions[-1]}
     assert versions == {1}
     assert "(backends: 1, RoPE variants: 1)" in GUIDE

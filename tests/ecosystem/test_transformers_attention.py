@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import polyattn_transformers
 from polyattn import AttentionInputError, LayoutError, MaskLayout, UnsupportedAttentionError, backends
-from polyattn.testing.reference import reference_attention
+from polyattn_conformance.reference import reference_attention
 from polyattn_transformers import LayoutMask, packed
 from polyattn_transformers._attention import attention_forward
 from polyattn_transformers._mask_function import layout_mask

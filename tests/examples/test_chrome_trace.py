@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import MaskLayout, _hooks
+from polyattn import MaskLayout, hooks
 
 # It is no part of the workspace, so it is not installed.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "chrome_trace" / "src"))
@@ -28,9 +28,9 @@ def tracer(tmp_path):
     for name in ("eager", "sdpa"):
         polyattn.backends.get(name)  # so that loading it is no event of the test
     tracer = Tracer(tmp_path / "traces")
-    _hooks.register(tracer, "chrome trace")
+    hooks.register(tracer, "chrome trace")
     yield tracer
-    _hooks.unregister("chrome trace")
+    hooks.unregister("chrome trace")
     tracer.close()
 
 
@@ -87,11 +87,11 @@ def test_without_the_variable_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     tracer = Tracer()
-    _hooks.register(tracer, "chrome trace")
+    hooks.register(tracer, "chrome trace")
     try:
         attend()
     finally:
-        _hooks.unregister("chrome trace")
+        hooks.unregister("chrome trace")
     tracer.close()
     assert list(tmp_path.iterdir()) == []
 

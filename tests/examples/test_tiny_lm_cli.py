@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 import polyattn
-from polyattn._discovery import BACKENDS
-from polyattn._names import FIRST_PARTY
+from polyattn.registry.discovery import BACKENDS
+from polyattn.registry.names import FIRST_PARTY
 from tiny_lm import checkpoint, report
 from tiny_lm.cli import commands
 from tiny_lm.report import Report, largest_difference

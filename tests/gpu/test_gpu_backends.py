@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from polyattn import MaskLayout, StructuredMask, backends
-from polyattn.testing.case import INFER, TRAIN, TRAIN_LSE, make_case
-from polyattn.testing.checks.host_reads import forbid_host_reads
-from polyattn.testing.trial import Trial
-from polyattn.testing.variants import poisoned
+from polyattn_conformance.case import INFER, TRAIN, TRAIN_LSE, make_case
+from polyattn_conformance.checks.host_reads import forbid_host_reads
+from polyattn_conformance.trial import Trial
+from polyattn_conformance.variants import poisoned
 from polyattn_fa2 import FlashBackend, FlashOptions
 
 BACKENDS = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from polyattn import AttentionRequest, MaskLayout, StructuredMask, UnsupportedAttentionError, backends
-from polyattn.testing.bounds import assert_within, expected_results
-from polyattn.testing.case import INFER, TRAIN, TRAIN_LSE, evaluate, make_case
-from polyattn.testing.variants import poisoned
+from polyattn_conformance.bounds import assert_within, expected_results
+from polyattn_conformance.case import INFER, TRAIN, TRAIN_LSE, evaluate, make_case
+from polyattn_conformance.variants import poisoned
 
 pytestmark = [
     pytest.mark.gpu,

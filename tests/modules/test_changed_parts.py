@@ -19,7 +19,7 @@ from polyattn import (
     RopeSpec,
     RotaryEmbedding,
 )
-from polyattn._modules import RMSNorm
+from polyattn_modules import RMSNorm
 
 HIDDEN = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(6)[None]

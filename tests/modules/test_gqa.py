@@ -17,7 +17,7 @@ from polyattn import (
     RopeSpec,
     UnsupportedAttentionError,
 )
-from polyattn._modules import QKNorm, RMSNorm
+from polyattn_modules import QKNorm, RMSNorm
 
 
 def rope(head_dim=8):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from polyattn._modules import RMSNorm
+from polyattn_modules import RMSNorm
 
 WIDTH = 16
 

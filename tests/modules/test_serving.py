@@ -5,7 +5,7 @@ import dataclasses
 import pluggy
 import pytest
 
-from polyattn import AttentionSpec, ConfigError, QKNorm, Reason, RopeSpec, _hooks, check_servable
+from polyattn import AttentionSpec, ConfigError, QKNorm, Reason, RopeSpec, check_servable, hooks
 
 TARGETS = ["sglang_dflash", "sglang_eagle"]
 ROPE = RopeSpec(
@@ -127,9 +127,9 @@ class Engine:
 
 @pytest.fixture
 def engine():
-    _hooks.register(Engine(), "engine")
+    hooks.register(Engine(), "engine")
     yield
-    _hooks.unregister("engine")
+    hooks.unregister("engine")
 
 
 @pytest.mark.usefixtures("engine")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polyattn import AttentionScope, AttentionSpec, GroupedQueryAttention, LayoutError, MaskLayout, RopeSpec
-from polyattn._rope import RopeAxes
+from polyattn.rope import RopeAxes
 
 WINDOW = 5
 ROPE = RopeSpec.from_dict({

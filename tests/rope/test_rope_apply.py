@@ -14,7 +14,7 @@ from polyattn import (
     RotaryTables,
     apply_rotary,
 )
-from polyattn._rope import rotate_heads
+from polyattn.rope import rotate_heads
 
 PATHS = {"short": 1 << 18, "pieces": 0}
 PAIRINGS = [False, True]
@@ -33,7 +33,7 @@ PLAIN = RopeSpec(
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     """Both ways of rotating: at once, and in pieces of a single position."""
-    from polyattn._rope import rotate
+    from polyattn.rope import rotate
 
     monkeypatch.setattr(rotate, "_PIECE", {"cpu": PATHS[request.param]})
     return request.param
@@ -317,7 +317,7 @@ def test_the_pairing_has_no_default():
 
 
 def test_forward_mode_through_the_tables_of_long_sequences_is_refused(monkeypatch):
-    from polyattn._rope import rotate
+    from polyattn.rope import rotate
 
     monkeypatch.setattr(rotate, "_PIECE", {"cpu": 0})
     with pytest.raises(NotImplementedError, match="no derivative with respect to its tables"):

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import rope_classes
 from polyattn import RopeConfigError, RopeSpec, RotaryEmbedding, apply_rotary
-from polyattn._rope.hf_classes import class_theta, classes, known_classes
+from polyattn_readers.model_classes import class_theta, classes, known_classes
 from rope_golden import DATA
 
 #: The version that the lists were written for. On others, an unlisted class may be refused, but never read otherwise.

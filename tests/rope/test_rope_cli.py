@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from polyattn import RopeSpec
-from polyattn._cli import cli
+from polyattn_cli import cli
 from rope_golden import DATA
 
 LLAMA = {

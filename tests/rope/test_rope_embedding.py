@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from polyattn import AttentionInputError, RopeConfigError, RopeSpec, RotaryEmbedding, apply_rotary, rope_variants
-from polyattn.testing.checks.host_reads import forbid_host_reads
+from polyattn_conformance.checks.host_reads import forbid_host_reads
 
 PLAIN = RopeSpec(
     variant="default",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polyattn import RotaryEmbedding, RotaryTables, apply_rotary, rope_variants
-from polyattn._rope.variant import host_frequencies
+from polyattn.rope.variant import host_frequencies
 from rope_golden import CASES, MULTI_AXIS, SAME_BITS, Case, ulps
 
 SAMPLED = [name for name in CASES if "sample" in Case(name).about]

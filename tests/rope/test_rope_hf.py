@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from polyattn import RopeConfigError, RopeSpec, RotaryEmbedding, rope_variants
-from polyattn._rope.hf_classes import class_axes, class_pairing, classes, known_classes, reordered
-from polyattn._rope.hf_entry import CANONICAL_ONLY
+from polyattn_readers.model_classes import class_axes, class_pairing, classes, known_classes, reordered
+from polyattn_readers.rope_entry import CANONICAL_ONLY
 from rope_golden import DATA
 
 CONFIGS = json.loads((DATA / "configs.json").read_text(encoding="utf-8"))

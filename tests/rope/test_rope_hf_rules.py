@@ -7,7 +7,7 @@ import json
 import pytest
 
 from polyattn import AttentionConfig, RopeConfigError, RopeSpec, RotaryEmbedding
-from polyattn._rope import RopeAxes
+from polyattn.rope import RopeAxes
 
 PLAIN = {"model_type": "llama", "head_dim": 8, "max_position_embeddings": 64, "rope_theta": 10000.0}
 

@@ -14,7 +14,7 @@ import torch
 
 from legacy_rope import DFlashRotary, EagleRotary, doubled, rotate_half
 from polyattn import RopeSpec, RotaryEmbedding, RotaryTables
-from polyattn._rope import rotate_heads
+from polyattn.rope import rotate_heads
 from rope_golden import DATA, SAME_BITS
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyattn import AttentionConfig, AttentionScope, MaskLayout
-from polyattn._modules import RMSNorm
+from polyattn_modules import RMSNorm
 
 VOCABULARY, WIDTH, LENGTH = 50, 32, 16
 NORM = {"position": "before", "scope": "head", "weighted": True, "eps": 1e-6}

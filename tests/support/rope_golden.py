@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from polyattn import RopeSpec, rope_variants
-from polyattn._rope import RopeFrequencies
+from polyattn.rope import RopeFrequencies
 
 DATA = Path(__file__).parents[1] / "data" / "rope"
 CASES = sorted({path.stem for path in DATA.glob("*.json")} - {"configs", "legacy_bf16"})

@@ -1,5 +1,5 @@
-"""``python -m polyattn`` is the command ``polyattn``."""
+"""``python -m polyattn`` is the command ``polyattn``, which the distribution polyattn-cli brings."""
 
-from polyattn._cli import main
+from polyattn._wings import installed
 
-main()
+installed("polyattn_cli", "the command line").main()

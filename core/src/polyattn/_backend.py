@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from polyattn import _boundary, _derivatives, _hooks
+from polyattn import _boundary, _derivatives
 from polyattn._errors import (
     AttentionInputError,
     DuplicatePluginError,
@@ -25,9 +25,11 @@ from polyattn._errors import (
 from polyattn._features import missing_abilities
 from polyattn._layout import MaskLayout
 from polyattn._options import configured_options
-from polyattn._request import AttentionRequest, Reason
-from polyattn._select import alternatives
+from polyattn._reasons import Reason
+from polyattn._request import AttentionRequest
 from polyattn._tensors import cast_for_autocast, knows_autocast, saveable
+from polyattn.registry import hooks
+from polyattn.select import alternatives
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,8 +114,8 @@ class PreparedAttention:
         second_order = "second_order" in getattr(self.backend, "abilities", ())
         refusal = None if second_order else functools.partial(_derivatives.refuse_second_order, self.backend.name)
         object.__setattr__(self, "_refusal", refusal)
-        if not torch.compiler.is_compiling() and _hooks.installed("polyattn_prepared"):
-            _hooks.call("polyattn_prepared", prepared=self)
+        if not torch.compiler.is_compiling() and hooks.installed("polyattn_prepared"):
+            hooks.call("polyattn_prepared", prepared=self)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, sinks: Tensor | None = None
@@ -325,7 +327,7 @@ class BackendBase:
 
 def _restore(name: str, kind: type[BackendBase], options: Any) -> BackendBase:
     # By name where the registry has the same class, so that a worker shares its own instance; else by class.
-    from polyattn._registry import backends
+    from polyattn.registry.registry import backends
 
     try:
         registered = backends.get(name)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import AttentionInputError, LayoutError, PolyattnError
-from polyattn._numbers import shown
 from polyattn._request import AttentionRequest
 from polyattn._tensors import FLOATING, check_qkv
+from polyattn.messages import shown
 
 if TYPE_CHECKING:
     from polyattn._layout import MaskLayout

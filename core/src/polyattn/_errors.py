@@ -23,10 +23,9 @@ reads the same in the parent.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from polyattn._request import Reason
+from polyattn._reasons import Reason
 
 
 class PolyattnError(Exception):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from polyattn._layout import MaskLayout, StructuredMask
-from polyattn._request import AttentionRequest, Reason
+from polyattn._reasons import Reason
+from polyattn._request import AttentionRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,9 +8,10 @@ from polyattn._backend import AttentionBackend, AttentionResult, prepare
 from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError, LayoutError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
-from polyattn._numbers import shown
-from polyattn._request import AttentionRequest, Reason
-from polyattn._select import resolve_backend
+from polyattn._reasons import Reason
+from polyattn._request import AttentionRequest
+from polyattn.messages import shown
+from polyattn.select import resolve_backend
 
 
 def attention(

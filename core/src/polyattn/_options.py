@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn._errors import ConfigError
-from polyattn._numbers import listed, shortened, shown
+from polyattn.messages import listed, shortened, shown
 
 
 def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:

@@ -10,72 +10,14 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from polyattn._errors import AttentionInputError
-from polyattn._numbers import is_number, shown
+from polyattn.messages import is_number, shown
 
 if TYPE_CHECKING:
     import torch
 
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-#: What a backend may declare in ``abilities`` and what ``Reason.feature`` names.
-FEATURES = (
-    *DTYPES,
-    "full",
-    "causal",
-    "window",
-    "padded",
-    "packed",
-    "prefix_lm",
-    "chunked",
-    "positions",
-    "dense",
-    "mask_mod",
-    "per_head_mask",
-    "active_queries",
-    "gqa",
-    "unequal_width",
-    "bias",
-    "bias_grad",
-    "softcap",
-    "sinks",
-    "lse",
-    "lse_grad",
-    "grad",
-    "dropout",
-    "deterministic",
-    "second_order",
-)
-
-
 _MOST_FLOAT32 = 3.4028234663852886e38
 _WIDEST = 2**31 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Reason:
-    """One machine-readable reason for a refusal.
-
-    Attributes:
-        code: stable identifier, ``snake_case``, for programs (``"no_lse_grad"``).
-        feature: what was asked for: one of :data:`FEATURES`, or ``"device"``, ``"kernel"``, ``"options"``.
-        got: the value that was asked for.
-        need: what the backend needs instead.
-        hint: what to do about it; may be empty.
-    """
-
-    code: str
-    feature: str
-    got: str
-    need: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        text = f"{self.feature}: got {self.got}, need {self.need}"
-        return f"{text}; {self.hint}" if self.hint else text
-
-    def to_dict(self) -> dict[str, str]:
-        """The reason as a JSON object."""
-        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,10 @@ from polyattn._errors import AttentionInputError, LayoutError
 from polyattn._layout import MaskLayout
 from polyattn._layout.checks import on_host
 from polyattn._layout.operations import is_placed, steps_by_one
-from polyattn._numbers import shown
 from polyattn._request import AttentionRequest
-from polyattn._rope import RotaryEmbedding, RotaryTables
-from polyattn._select import resolve_backend
+from polyattn.messages import shown
+from polyattn.rope import RotaryEmbedding, RotaryTables
+from polyattn.select import resolve_backend
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

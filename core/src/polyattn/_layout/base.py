@@ -21,7 +21,7 @@ from polyattn._layout.fit import fit
 from polyattn._layout.lowering import Host, Known, Lowered, check_segment_prefixes, lower, read_host
 from polyattn._layout.structured import MaskMod, StructuredMask, pick
 from polyattn._layout.visibility import Visibility, dense_rows, held, moved, pinned, to_mod
-from polyattn._numbers import shown
+from polyattn.messages import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

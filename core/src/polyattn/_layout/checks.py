@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._numbers import shown
+from polyattn.messages import shown
 
 #: What a selection is made with: a slice with ints for start, stop and a positive step, or an integer tensor ``[N]``.
 Index = slice | Tensor

@@ -16,7 +16,7 @@ from polyattn._layout.checks import Copied, as_index, check_bool, check_int, che
 from polyattn._layout.lowering import Known, Lowered, read_host
 from polyattn._layout.structured import COMBINED, MaskMod, StructuredMask
 from polyattn._layout.visibility import pinned, selected
-from polyattn._numbers import shown
+from polyattn.messages import shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from polyattn._errors import LayoutError, PolyattnError
 from polyattn._layout.checks import check_int
 from polyattn._layout.structured import StructuredMask
-from polyattn._numbers import shown
+from polyattn.messages import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

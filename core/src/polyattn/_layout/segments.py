@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import Copied, check_int, check_ints, ints, read
-from polyattn._numbers import shown
+from polyattn.messages import shown
 
 Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
 

@@ -6,16 +6,22 @@ plugin that is installed and allowed: ``POLYATTN_ALLOW`` and ``POLYATTN_DISABLE`
 
 from __future__ import annotations
 
-from PyInstaller.utils.hooks import collect_data_files, copy_metadata  # type: ignore[import-untyped]
+import importlib.util
 
-from polyattn import _MODULES, _cli, _discovery
-from polyattn._trust import trust
+from PyInstaller.utils.hooks import collect_submodules, copy_metadata  # type: ignore[import-untyped]
 
-datas = [*copy_metadata("polyattn"), *collect_data_files("polyattn", excludes=["_cli/template"])]
-hiddenimports = [f"polyattn.{module}" for module in _MODULES]
-hiddenimports += [command.partition(":")[0] for command, _ in _cli.COMMANDS.values()]
+from polyattn import _MODULES
+from polyattn.registry import discovery, trust
+
+_wings = ("polyattn_modules", "polyattn_conformance", "polyattn_cli")
+datas = copy_metadata("polyattn")
+hiddenimports = [module for module in _MODULES if module.partition(".")[0] == "polyattn"]
+for wing in _wings:
+    if importlib.util.find_spec(wing):
+        datas += copy_metadata(wing)
+        hiddenimports += collect_submodules(wing)
 excludedimports = ["copier", "pytest"]
-for plugins in _discovery.current().candidates.values():
+for plugins in discovery.current().candidates.values():
     for plugin in plugins:
         if not plugin.fault and not trust.forbids(plugin):
             datas += copy_metadata(plugin.dist)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from polyattn import AttentionBackend, UnknownBackendError, UnsupportedAttentionError, backends
-from polyattn._select import AUTO, resolve_backend
+from polyattn.registry import AUTO
+from polyattn.select import resolve_backend
 
 PREFIX = "polyattn_"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from polyattn._rope.spec import RopeSpec
-from polyattn._rope.variant import RopeFrequencies, check_spec, inverse_powers
+from polyattn import RopeFrequencies, RopeSpec
+from polyattn.rope import check_spec, inverse_powers
 
 __all__ = ["DefaultRope"]
 

@@ -7,17 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from polyattn._rope.spec import RopeSpec
-from polyattn._rope.variant import (
-    RopeFrequencies,
-    above,
-    at_least,
-    check_spec,
-    inverse_powers,
-    is_float32,
-    number,
-    optional,
-)
+from polyattn import RopeFrequencies, RopeSpec
+from polyattn.rope import above, at_least, check_spec, inverse_powers, is_float32, number, optional
 
 __all__ = ["DynamicRope"]
 

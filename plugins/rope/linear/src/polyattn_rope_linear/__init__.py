@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from polyattn._rope.spec import RopeSpec
-from polyattn._rope.variant import RopeFrequencies, at_least, check_spec, inverse_powers, number
+from polyattn import RopeFrequencies, RopeSpec
+from polyattn.rope import at_least, check_spec, inverse_powers, number
 
 __all__ = ["LinearRope"]
 

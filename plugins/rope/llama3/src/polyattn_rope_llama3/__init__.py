@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from polyattn._rope.spec import RopeSpec
-from polyattn._rope.variant import RopeFrequencies, above, at_least, check_spec, inverse_powers, number, original
+from polyattn import RopeFrequencies, RopeSpec
+from polyattn.rope import above, at_least, check_spec, inverse_powers, number, original
 
 __all__ = ["Llama3Rope"]
 

@@ -8,19 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from polyattn._rope.spec import RopeSpec
-from polyattn._rope.variant import (
-    RopeFrequencies,
-    above,
-    at_least,
-    check_spec,
-    inverse_powers,
-    lanes,
-    number,
-    one_of,
-    optional,
-    original,
-)
+from polyattn import RopeFrequencies, RopeSpec
+from polyattn.rope import above, at_least, check_spec, inverse_powers, lanes, number, one_of, optional, original
 
 __all__ = ["LongRope"]
 

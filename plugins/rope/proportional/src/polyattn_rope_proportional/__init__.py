@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from polyattn._rope.spec import RopeSpec
-from polyattn._rope.variant import RopeFrequencies, at_least, check_spec, inverse_powers, number, within
+from polyattn import RopeFrequencies, RopeSpec
+from polyattn.rope import at_least, check_spec, inverse_powers, number, within
 
 __all__ = ["ProportionalRope"]
 

@@ -8,18 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from polyattn._rope.spec import RopeSpec
-from polyattn._rope.variant import (
-    RopeFrequencies,
-    above,
-    at_least,
-    check_spec,
-    inverse_powers,
-    number,
-    one_of,
-    optional,
-    original,
-)
+from polyattn import RopeFrequencies, RopeSpec
+from polyattn.rope import above, at_least, check_spec, inverse_powers, number, one_of, optional, original
 
 __all__ = ["YarnRope"]
 

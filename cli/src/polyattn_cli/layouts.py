@@ -1,0 +1,120 @@
+"""A mask layout from command-line options, for every subcommand that takes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from polyattn.messages import shown
+
+if TYPE_CHECKING:
+    from polyattn import MaskLayout
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+#: Kind of layout -> the options that it understands; any other one is refused.
+KINDS = {
+    "full": {"q_len", "kv_len"},
+    "causal": {"q_len", "kv_len"},
+    "padded": {"q_len", "kv_len", "lengths", "side", "bidirectional"},
+    "packed": {"lengths", "bidirectional"},
+    "prefix_lm": {"q_len", "kv_len", "prefix"},
+    "chunked": {"q_len", "kv_len", "chunk_size", "bidirectional"},
+}
+
+
+#: A number of rows, heads or positions; positions are int32.
+LARGEST = 2**31 - 1
+COUNT = click.IntRange(0, LARGEST)
+
+
+def _ints(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
+    try:
+        numbers = None if value is None else [int(part) for part in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"{shown(value)} must be whole numbers with commas between them, such as 3,5,8"
+        ) from None
+    if numbers and sum(map(abs, numbers)) > LARGEST:
+        raise click.BadParameter(f"{shown(value)} must add up to at most {LARGEST}")
+    return numbers
+
+
+_OPTIONS = (
+    click.argument("kind", type=click.Choice(list(KINDS))),
+    click.option("--q-len", type=COUNT, help="Queries."),
+    click.option("--kv-len", type=COUNT, help="Keys; the queries are the last of them."),
+    click.option(
+        "--lengths",
+        callback=_ints,
+        metavar="N,N,...",
+        help="padded: valid keys of each batch row; packed: documents of a row.",
+    ),
+    click.option("--side", type=click.Choice(["left", "right"]), help="padded: where the padding is."),
+    click.option("--prefix", callback=_ints, metavar="N,N,...", help="prefix_lm: prefix of each batch row."),
+    click.option("--chunk-size", type=click.IntRange(1), help="chunked: positions in a chunk."),
+    click.option(
+        "--bidirectional", is_flag=True, default=None, help="padded, packed, chunked: later keys are seen too."
+    ),
+    click.option("--window", type=click.IntRange(1), help="Keys that a query sees at most, its own included."),
+)
+
+
+def layout_options(command: _Function) -> _Function:
+    """Give ``command`` the argument KIND and the options that :func:`build` understands."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def build(
+    kind: str, *, q_len: int | None, kv_len: int | None, window: int | None, default_len: int, **given: Any
+) -> MaskLayout:
+    """The layout that the options describe.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        q_len: number of queries; like the rest ``None`` when not given.
+        kv_len: number of keys.
+        window: window of any kind of layout.
+        default_len: length of a row when neither ``q_len`` nor ``kv_len`` is given.
+        given: the other options of :func:`layout_options`.
+
+    Raises:
+        click.UsageError: an option is missing, or means nothing for this kind.
+        LayoutError: the values contradict each other.
+    """
+    from polyattn import MaskLayout
+
+    set_options = {**given, "q_len": q_len, "kv_len": kv_len}
+    foreign = [_flag(name) for name, value in set_options.items() if value is not None and name not in KINDS[kind]]
+    if foreign:
+        raise click.UsageError(f"{', '.join(foreign)} means nothing for the layout {kind}; leave it out")
+
+    def needed(name: str) -> Any:
+        if given[name] is None:
+            raise click.UsageError(f"the layout {kind} needs {_flag(name)}")
+        return given[name]
+
+    causal = not given["bidirectional"]
+    keys = kv_len if kv_len is not None else (q_len if q_len is not None else default_len)
+    queries = q_len if q_len is not None else keys
+    if kind == "padded":
+        layout = MaskLayout.padded(
+            lengths=needed("lengths"), kv_len=keys, q_len=q_len, side=given["side"] or "right", causal=causal
+        )
+    elif kind == "packed":
+        layout = MaskLayout.packed(needed("lengths"), causal=causal)
+    elif kind == "prefix_lm":
+        layout = MaskLayout.prefix_lm(needed("prefix"), queries, keys)
+    elif kind == "chunked":
+        layout = MaskLayout.chunked(needed("chunk_size"), queries, keys, causal=causal)
+    else:
+        layout = MaskLayout.causal(queries, keys) if kind == "causal" else MaskLayout.full(queries, keys)
+    return layout if window is None else layout.with_window(window)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,197 @@
+"""Importing one plugin and checking what it brought, with every failure turned into an error that names the plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from polyattn._errors import BackendLoadError, IncompatiblePluginError
+from polyattn.registry.discovery import Candidate
+
+Undo: TypeAlias = Callable[[], None]
+Fault: TypeAlias = tuple[type[BackendLoadError | IncompatiblePluginError], str]
+
+_thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """A plugin that was imported and checked."""
+
+    obj: Any
+
+    def result(self) -> Any:
+        """The plugin object."""
+        return self.obj
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Failed:
+    """A plugin that cannot be used, remembered so that its import is not repeated at every question."""
+
+    plugin: Candidate
+    kind: type[BackendLoadError | IncompatiblePluginError]
+    message: str
+    cause: BaseException | None = None
+
+    @property
+    def status(self) -> str:
+        """``"incompatible"`` for another api_version, else ``"broken"``."""
+        return "incompatible" if self.kind is IncompatiblePluginError else "broken"
+
+    def result(self) -> Any:
+        """Raise the failure, chained to what the plugin raised."""
+        plugin = self.plugin
+        raise self.kind(self.message, name=plugin.name, dist=plugin.dist, version=plugin.version) from self.cause
+
+
+Outcome: TypeAlias = Loaded | Failed
+
+
+@dataclasses.dataclass(frozen=True)
+class PluginInfo:
+    """What is known about one plugin without loading it.
+
+    Attributes:
+        name: the name in a config.
+        group: entry-point group.
+        status: ``"available"`` (installed, not loaded yet), ``"loaded"``, ``"registered"`` (in code), ``"broken"``,
+            ``"incompatible"`` (another api_version), ``"blocked"`` (by a trust list) or ``"conflict"`` (several
+            distributions claim the name).
+        dist: distribution's name; empty when registered in code.
+        version: distribution's version.
+        summary: distribution's one-line summary.
+        value: ``"module:attribute"``.
+        source: the metadata file that the entry point comes from.
+        error: what is wrong and what to do; empty when nothing is.
+    """
+
+    name: str
+    group: str
+    status: str
+    dist: str = ""
+    version: str = ""
+    summary: str = ""
+    value: str = ""
+    source: str = ""
+    error: str = ""
+
+    @classmethod
+    def of(cls, plugin: Candidate, status: str, error: str = "") -> PluginInfo:
+        """The info of one claim."""
+        fields = {field.name: getattr(plugin, field.name, "") for field in dataclasses.fields(cls)}
+        return cls(**{**fields, "status": status, "error": error})
+
+    def to_dict(self) -> dict[str, str]:
+        """The info as a JSON object."""
+        return dataclasses.asdict(self)
+
+
+def describe(plugin: Candidate, outcome: Outcome | None, forbidden: str) -> PluginInfo:
+    """The info of one claim that has no rival."""
+    if forbidden:
+        return PluginInfo.of(plugin, "blocked", forbidden)
+    if plugin.fault:
+        return PluginInfo.of(plugin, "broken", plugin.fault)
+    if isinstance(outcome, Failed):
+        return PluginInfo.of(plugin, outcome.status, outcome.message)
+    if not plugin.dist:
+        return PluginInfo.of(plugin, "registered")
+    return PluginInfo.of(plugin, "available" if outcome is None else "loaded")
+
+
+def load(plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> Outcome:
+    """Import ``plugin``, instantiate it if it is a class, and check it.
+
+    Args:
+        plugin: a claim without fault.
+        noun: what such a plugin is called in messages.
+        fault: what is wrong with the object, or ``None``.
+
+    Returns:
+        The object, or why there is none. Whatever is raised is the plugin's failure (``SystemExit`` and the panic of an
+        extension too, which are no ``Exception``); only ``KeyboardInterrupt`` passes through.
+    """
+    where = f"{noun} '{plugin.name}' ({plugin.label})"
+    if any(plugin == loading for loading, _ in _stack()):
+        return Failed(plugin, BackendLoadError, f"{where} asks for itself while it is being loaded")
+    try:
+        with _loading(plugin):
+            obj: Any = importlib.import_module(plugin.module)
+            for part in filter(None, plugin.attr.split(".")):
+                obj = getattr(obj, part)
+            if isinstance(obj, type):
+                obj = obj()
+            found = fault(obj)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever a plugin raises is its own failure
+        return Failed(
+            plugin,
+            BackendLoadError,
+            f"{where} cannot be loaded: {brief(error)}{_hint(plugin, error)}\n{_origin(plugin)}",
+            error,
+        )
+    if found:
+        kind, problem = found
+        return Failed(plugin, kind, f"{where} cannot be used: {problem}\n{_origin(plugin)}")
+    return Loaded(obj)
+
+
+def loading() -> Candidate | None:
+    """The plugin that this thread is importing right now."""
+    stack = _stack()
+    return stack[-1][0] if stack else None
+
+
+def undo_if_load_fails(undo: Undo) -> None:
+    """Let ``undo`` take back what the plugin being imported did to a table, should its load fail."""
+    stack = _stack()
+    if stack:
+        stack[-1][1].append(undo)
+
+
+@contextlib.contextmanager
+def _loading(plugin: Candidate) -> Iterator[None]:
+    undone: list[Undo] = []
+    _stack().append((plugin, undone))
+    try:
+        yield
+    except BaseException:
+        for undo in reversed(undone):
+            undo()
+        raise
+    finally:
+        _stack().pop()
+
+
+def _stack() -> list[tuple[Candidate, list[Undo]]]:
+    if not hasattr(_thread, "stack"):
+        _thread.stack = []
+    stack: list[tuple[Candidate, list[Undo]]] = _thread.stack
+    return stack
+
+
+def _origin(plugin: Candidate) -> str:
+    source = f", from {plugin.source}" if plugin.source else ""
+    return f"  it is {plugin.value}{source}; once mended, refresh() tries again"
+
+
+def brief(error: BaseException) -> str:
+    """Type and first line of what a plugin raised, even if its own text cannot be had."""
+    try:
+        lines = str(error).splitlines()
+    except Exception as worse:  # noqa: BLE001 - a faulty __str__ is the plugin's too
+        return f"{type(error).__name__}, whose text raises {type(worse).__name__}"
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _hint(plugin: Candidate, error: BaseException) -> str:
+    gone = error.name if isinstance(error, ModuleNotFoundError) else None
+    if gone and plugin.dist and f"{plugin.module}.".startswith(f"{gone}."):
+        return f"; its metadata is installed but its code is not: pip install --force-reinstall {plugin.dist}"
+    return ""

@@ -1,0 +1,367 @@
+"""From the name in a config to the object behind it: backends and RoPE variants, each in a :class:`Registry`.
+
+Two phases. ``names()`` and ``info(name)`` read distribution metadata and import nothing. ``get(name)`` imports exactly
+one plugin, checks it, and from then on returns the same object to every thread. A plugin that cannot be used harms no
+other: its error is raised by ``get`` of its own name, and only there. Between two distributions that claim one name
+neither order of installation nor ``sys.path`` decides, but the caller, by writing ``"dist-name:name"``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from polyattn._errors import (
+    BackendLoadError,
+    BlockedPluginError,
+    ConfigError,
+    DuplicatePluginError,
+    PolyattnError,
+)
+from polyattn.messages import shown
+from polyattn.registry import discovery, hooks
+from polyattn.registry.contract import BACKEND, READER, ROPE_VARIANT, SCOPE, Contract, type_name
+from polyattn.registry.discovery import BACKENDS, Candidate, candidate, illegal_name, normalized
+from polyattn.registry.loading import (
+    Failed,
+    Loaded,
+    Outcome,
+    PluginInfo,
+    describe,
+    load,
+    loading,
+    undo_if_load_fails,
+)
+from polyattn.registry.names import conflict, unknown
+from polyattn.registry.once import Once
+from polyattn.registry.registrations import Registrations
+from polyattn.registry.trust import trust
+
+_logger = logging.getLogger("polyattn")
+_serials = itertools.count(1)
+
+
+class Registry:
+    """The plugins of one group, by name.
+
+    Names match ``[a-z][a-z0-9_]*`` and are compared exactly. Where a name is asked for, ``"dist-name:name"`` means the
+    plugin of one distribution. Every method may be called from any thread, and by a plugin while it is imported.
+
+    Args:
+        contract: the group, and what its plugins must provide.
+    """
+
+    def __init__(self, contract: Contract) -> None:
+        self._contract = contract
+        self._in_code = Registrations()
+        self._outcomes: Once[Candidate, Outcome] = Once(final=lambda outcome: isinstance(outcome, Loaded))
+        self._seen: tuple[discovery.Scan | None, dict[str, list[Candidate]]] = (None, {})
+
+    def names(self) -> tuple[str, ...]:
+        """Every installed or registered name, sorted, whether or not it can be loaded; imports no plugin."""
+        installed = {name for name in self._installed() if not illegal_name(self._contract.group, name)}
+        return tuple(sorted(installed.union(plugin.name for plugin in self._in_code.active())))
+
+    def info(self, name: str) -> PluginInfo:
+        """What is known about ``name``; imports no plugin.
+
+        When several distributions claim it, their fields are joined with commas; ask for ``"dist-name:name"`` or
+        :meth:`infos` to tell them apart.
+
+        Raises:
+            PluginNotFoundError: nothing installed or registered has that name.
+        """
+        claims = self._claims(name)
+        try:
+            return self._describe(self._choose(name, claims))
+        except DuplicatePluginError as error:
+            return _joined(claims, "conflict", error)
+        except BlockedPluginError as error:
+            return _joined(claims, "blocked", error)
+        except BackendLoadError as error:
+            return _joined(claims, "broken", error)
+
+    def infos(self) -> tuple[PluginInfo, ...]:
+        """What is known about every claim to any name, rivals, blocked and broken ones apart; imports no plugin."""
+        infos = [self._describe(plugin) for plugin in self._in_code.active()]
+        for name, claims in self._installed().items():
+            rivals = _sound(claims)
+            text = conflict(self._contract.noun, name, rivals) if len(rivals) > 1 else ""
+            for plugin in claims:
+                rival = text and _sound([plugin])
+                infos.append(PluginInfo.of(plugin, "conflict", text) if rival else self._describe(plugin))
+        return tuple(sorted(infos, key=lambda info: (info.name, info.dist, info.version, info.value)))
+
+    def get(self, name: str) -> Any:
+        """The plugin object called ``name``, imported and checked at its first use.
+
+        Raises:
+            PluginNotFoundError: nothing has that name; the text says which names there are and how to get it.
+            DuplicatePluginError: several distributions claim it.
+            BlockedPluginError: an allow or disable list forbids it; none of its code was run.
+            BackendLoadError: importing or checking it failed, now or earlier; :meth:`refresh` tries again.
+            IncompatiblePluginError: it speaks another ``api_version``.
+        """
+        return self._object(self._choose(name, self._claims(name)))
+
+    def resolve(self, name_or_object: Any, options: Any = None) -> Any:
+        """The plugin object for a value from a config, with options set.
+
+        Args:
+            name_or_object: a name, or an object that provides what a plugin of this group provides.
+            options: given to the object's ``configure`` unless empty.
+
+        Raises:
+            ConfigError: the plugin has no options, or not these.
+            BackendLoadError, IncompatiblePluginError: the object is no such plugin; for a name see :meth:`get`.
+        """
+        obj = self.get(name_or_object) if isinstance(name_or_object, str) else self._checked(name_or_object)
+        if not options:
+            return obj
+        configure = getattr(obj, "configure", None)
+        if configure is None:
+            raise ConfigError(
+                f"{self._contract.noun} '{obj.name}' has no options, got {shown(options)}; leave them out"
+            )
+        return self._checked(configure(options))
+
+    def register(self, name: str, obj: Any, replace: bool = False) -> None:
+        """Make ``obj`` available as ``name`` in this process.
+
+        Args:
+            name: the name in a config.
+            obj: a plugin object, a class to instantiate, or ``"module:attribute"``, which is imported at first use.
+            replace: whether it may hide what is installed or registered under that name.
+
+        Raises:
+            DuplicatePluginError: the name is taken and ``replace`` is off, or a plugin does this to another's name
+                while it is imported.
+            BackendLoadError, IncompatiblePluginError: the name is not legal or the object is no such plugin.
+        """
+        before = self._in_code.registered(name)
+        holders = [before] if before else _sound(self._claims_installed(name))
+        if not replace and any(_leads_to(holder, obj) for holder in holders):
+            return  # a plugin that registers at import what its own entry point names
+        self._refuse_theft(name, holders)
+        claim = self._claim(name, obj)
+        taken = [] if replace else holders
+        if not taken:
+            taken = self._in_code.register(claim, replace=replace)
+        if taken:
+            raise DuplicatePluginError(
+                f"cannot register {_value(obj)} as {self._contract.noun} '{name}': the name is taken by "
+                f"{_list(taken)}; choose another name, pass replace=True, or use override() for a while"
+            )
+        undo_if_load_fails(functools.partial(self._withdraw, claim, before))
+
+    def unregister(self, name: str) -> None:
+        """Take back what :meth:`register` did to ``name``.
+
+        Raises:
+            PluginNotFoundError: the name was not registered in code.
+            DuplicatePluginError: a plugin does this to another's name while it is imported.
+        """
+        claim = self._in_code.registered(name)
+        if claim is None:
+            raise self._contract.not_found(
+                f"no {self._contract.noun} '{name}' was registered in code; what is installed is uninstalled with pip, "
+                f"or kept from loading with disable([{shown(name)}])"
+            )
+        self._refuse_theft(name, [claim])
+        self._withdraw(claim, None)
+
+    @contextlib.contextmanager
+    def override(self, name: str, obj: Any) -> Iterator[Any]:
+        """Let ``name`` mean ``obj`` in all threads until the context ends; contexts may nest and overlap.
+
+        Args:
+            name: the name, installed or not.
+            obj: as for :meth:`register`.
+
+        Yields:
+            The object.
+        """
+        self._refuse_theft(name, self._claims_installed(name))
+        claim = self._claim(name, obj)
+        self._in_code.push(claim)
+        try:
+            yield self._object(claim)
+        finally:
+            self._in_code.pop(claim)
+            self._outcomes.forget(lambda plugin, _: plugin == claim)
+
+    def refresh(self) -> None:
+        """Look again at what is installed, for the whole process, and let what failed be tried again."""
+        discovery.rescan()
+        hooks.refresh()
+
+    def allow(self, dists: Iterable[str] | None) -> None:
+        """Load only plugins of these distributions, backends, RoPE variants and hooks alike.
+
+        Holds for this process beside ``POLYATTN_ALLOW``, which spawned processes inherit too. ``None`` lifts it.
+        """
+        trust.allow(None if dists is None else _texts("allow", dists))
+        self._warn_absent()
+        hooks.refresh()
+
+    def disable(self, names: Iterable[str]) -> None:
+        """Never load these names (``"name"`` or ``"dist-name:name"``), whichever their group.
+
+        Holds for this process beside ``POLYATTN_DISABLE``, which spawned processes inherit too. Replaces what was
+        given before; an empty list lifts it.
+        """
+        trust.disable(_texts("disable", names))
+        hooks.refresh()
+
+    def __repr__(self) -> str:
+        return f"<Registry {self._contract.group}>"
+
+    def _installed(self) -> Mapping[str, list[Candidate]]:
+        """The installed claims to each name."""
+        scan = discovery.current()
+        seen, claims = self._seen
+        if scan is not seen:
+            plugins = scan.candidates[self._contract.group]
+            known = set(plugins)
+            self._outcomes.forget(
+                lambda plugin, outcome: isinstance(outcome, Failed) or (bool(plugin.dist) and plugin not in known)
+            )
+            claims = {}
+            for plugin in plugins:
+                claims.setdefault(plugin.name, []).append(plugin)
+            self._seen = scan, claims
+            self._warn_absent()
+        return claims
+
+    def _warn_absent(self) -> None:
+        trust.warn_absent({plugin.dist for group in discovery.current().candidates.values() for plugin in group})
+
+    def _claims(self, name: str) -> list[Candidate]:
+        if not isinstance(name, str):
+            raise self._contract.not_found(f"a {self._contract.noun}'s name must be a str, got {shown(name)}")
+        in_code = self._in_code.top(name)
+        claims = [in_code] if in_code else self._claims_installed(name)
+        if not claims:
+            raise self._contract.not_found(unknown(self._contract.group, self._contract.noun, name, self.names()))
+        return claims
+
+    def _claims_installed(self, name: str) -> list[Candidate]:
+        dist, _, bare = name.rpartition(":")
+        return [
+            plugin
+            for plugin in self._installed().get(bare, ())
+            if not dist or normalized(plugin.dist) == normalized(dist)
+        ]
+
+    def _choose(self, name: str, claims: list[Candidate]) -> Candidate:
+        sound = _sound(claims)
+        if len(sound) == 1:
+            return sound[0]
+        if sound:
+            raise DuplicatePluginError(conflict(self._contract.noun, name, sound))
+        noun = self._contract.noun
+        for plugin in claims:
+            if not trust.forbids(plugin):
+                raise BackendLoadError(
+                    f"{noun} '{name}' ({plugin.label}) cannot be loaded: {plugin.fault}\n  from {plugin.source}",
+                    name=name,
+                    dist=plugin.dist,
+                    version=plugin.version,
+                )
+        who = "; ".join(f"{plugin.label}: {trust.forbids(plugin)}" for plugin in claims)
+        raise BlockedPluginError(
+            f"{noun} '{name}' may not be loaded ({who})", name=name, dist=claims[0].dist, version=claims[0].version
+        )
+
+    def _object(self, plugin: Candidate) -> Any:
+        noun = self._contract.noun
+        check = functools.partial(self._contract.fault, name=plugin.name)
+        outcome, first = self._outcomes.get(plugin, functools.partial(load, plugin, noun, check))
+        if first and isinstance(outcome, Loaded):
+            _logger.info("loaded %s '%s': %s (%s)", noun, plugin.name, plugin.label, plugin.value)
+            if self._contract.group == BACKENDS and hooks.installed("polyattn_backend_loaded"):
+                hooks.call("polyattn_backend_loaded", name=plugin.name, backend=outcome.obj)
+        return outcome.result()
+
+    def _describe(self, plugin: Candidate) -> PluginInfo:
+        return describe(plugin, self._outcomes.peek(plugin), trust.forbids(plugin))
+
+    def _checked(self, obj: Any, name: str | None = None) -> Any:
+        fault = self._contract.fault(obj, name)
+        if fault:
+            kind, problem = fault
+            raise kind(f"{type_name(obj)} is no {self._contract.noun}: {problem}", name=name or "")
+        return obj
+
+    def _claim(self, name: str, obj: Any) -> Candidate:
+        group = self._contract.group
+        claim = candidate(group, name, obj, serial=next(_serials)) if isinstance(obj, str) else None
+        fault = claim.fault if claim else illegal_name(group, name)
+        if fault:
+            raise BackendLoadError(
+                f"cannot register {_value(obj)} as {self._contract.noun} {shown(name)}: {fault}", name=name
+            )
+        if claim is None:
+            claim = Candidate(group, name, _value(obj), serial=next(_serials))
+            self._outcomes.put(claim, Loaded(self._checked(obj() if isinstance(obj, type) else obj, name)))
+        return claim
+
+    def _withdraw(self, claim: Candidate, before: Candidate | None) -> None:
+        self._in_code.withdraw(claim, before)
+        self._outcomes.forget(lambda plugin, _: plugin == claim)
+
+    def _refuse_theft(self, name: str, holders: list[Candidate]) -> None:
+        thief = loading()
+        if thief is not None and any(holder.dist != thief.dist for holder in holders):
+            raise DuplicatePluginError(
+                f"plugin '{thief.name}' ({thief.label}) changes {self._contract.noun} '{name}' while it is imported, "
+                f"but that name belongs to {_list(holders)}; a plugin may only add names of its own"
+            )
+
+
+def _sound(claims: Iterable[Candidate]) -> list[Candidate]:
+    return [plugin for plugin in claims if not plugin.fault and not trust.forbids(plugin)]
+
+
+def _joined(claims: list[Candidate], status: str, error: PolyattnError) -> PluginInfo:
+    fields = {
+        field: ", ".join(dict.fromkeys(getattr(plugin, field) for plugin in claims))
+        for field in ("dist", "version", "summary", "value", "source")
+    }
+    return PluginInfo(claims[0].name, claims[0].group, status, **fields, error=str(error))
+
+
+def _leads_to(holder: Candidate, obj: Any) -> bool:
+    """Whether ``obj`` is what ``holder``'s entry point names; imports nothing."""
+    if isinstance(obj, str):
+        return obj == holder.value
+    target: Any = sys.modules.get(holder.module)
+    for part in filter(None, holder.attr.split(".")):
+        target = getattr(target, part, None)
+    return target is not None and (obj is target or type(obj) is target)
+
+
+def _value(obj: Any) -> str:
+    return obj if isinstance(obj, str) else type_name(obj)
+
+
+def _list(holders: list[Candidate]) -> str:
+    return ", ".join(f"{holder.label} ({holder.value})" for holder in holders)
+
+
+def _texts(method: str, given: Iterable[str]) -> tuple[str, ...]:
+    texts = () if isinstance(given, str) else tuple(given)
+    if isinstance(given, str) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{method}() needs a list of strings, got {shown(given)}")
+    return texts
+
+
+backends = Registry(BACKEND)
+rope_variants = Registry(ROPE_VARIANT)
+readers = Registry(READER)
+scopes = Registry(SCOPE)

@@ -1,0 +1,45 @@
+"""Rotary position embeddings: a strict spec, a frequency rule per variant, FP32 tables and their application."""
+
+from polyattn.rope.axes import RopeAxes
+from polyattn.rope.embedding import RotaryEmbedding, RotaryTables
+from polyattn.rope.rotate import apply_rotary, rotate_heads
+from polyattn.rope.spec import RopeSpec
+from polyattn.rope.variant import (
+    RopeFrequencies,
+    RopeVariant,
+    above,
+    at_least,
+    check_spec,
+    host_frequencies,
+    inverse_powers,
+    is_float32,
+    lanes,
+    number,
+    one_of,
+    optional,
+    original,
+    within,
+)
+
+__all__ = [
+    "RopeAxes",
+    "RopeFrequencies",
+    "RopeSpec",
+    "RopeVariant",
+    "RotaryEmbedding",
+    "RotaryTables",
+    "above",
+    "apply_rotary",
+    "at_least",
+    "check_spec",
+    "host_frequencies",
+    "inverse_powers",
+    "is_float32",
+    "lanes",
+    "number",
+    "one_of",
+    "optional",
+    "original",
+    "rotate_heads",
+    "within",
+]

@@ -1,0 +1,229 @@
+"""Which backend does a piece of attention: ``explain``, and the name ``auto``.
+
+The order of ``auto`` is deterministic: the site's policy (the hook ``polyattn_select_backend``) first, then the
+highest ``preference(layout, request)`` among the backends without reasons, ties by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import operator
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from polyattn._boundary import check_layout_type
+from polyattn._errors import AttentionInputError, ConfigError, LayoutError, PolyattnError, UnsupportedAttentionError
+from polyattn._layout import MaskLayout
+from polyattn._reasons import Reason
+from polyattn._request import AttentionRequest
+from polyattn.messages import shown
+from polyattn.registry import hooks
+from polyattn.registry.loading import brief
+from polyattn.registry.registry import backends
+
+if TYPE_CHECKING:
+    from polyattn._backend import AttentionBackend, PreparedAttention
+
+_logger = logging.getLogger("polyattn")
+
+AUTO = "auto"
+_OUTSIDE = "{}; name the backend and look it up before: polyattn.backends.get(name)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What ``auto`` decides for one layout and request.
+
+    Attributes:
+        chosen: name of the backend, or ``None`` when none can.
+        candidates: every installed backend's reasons against it; empty for those that can.
+        because: why the chosen one came first.
+    """
+
+    chosen: str | None
+    candidates: Mapping[str, tuple[Reason, ...]]
+    because: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"chosen: {self.chosen} ({self.because})" if self.chosen else "chosen: none, no installed backend can"]
+        for name, reasons in self.candidates.items():
+            lines.append(f"{name}: {'can' if not reasons else 'cannot'}")
+            lines += [f"  - {reason}" for reason in reasons]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as a JSON object."""
+        listed = {name: [reason.to_dict() for reason in reasons] for name, reasons in self.candidates.items()}
+        return {"chosen": self.chosen, "because": self.because, "candidates": listed}
+
+
+def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
+    """Ask every installed backend, and decide as ``auto`` would.
+
+    Args:
+        layout: the mask.
+        request: sizes, dtype, device and features.
+
+    Returns:
+        The decision, with every backend's reasons. A plugin that cannot be loaded is listed with the cause.
+
+    Raises:
+        ConfigError: the site's policy names a backend that cannot do the request.
+        LayoutError, AttentionInputError: ``layout`` or ``request`` is something else.
+    """
+    check_layout_type(layout)
+    if not isinstance(request, AttentionRequest):
+        raise AttentionInputError(
+            f"request must be an AttentionRequest, got {type(request).__name__}; AttentionRequest.of(q, k, v) makes one"
+        )
+    candidates = {name: reasons_of(name, layout, request) for name in backends.names()}
+    ranks: dict[str, int] = {}
+    for name in [name for name, reasons in candidates.items() if not reasons]:
+        try:
+            ranks[name] = _preference(name, layout, request)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - see reasons_of
+            candidates[name] = (_failure("preference", error),)
+    usable = tuple(ranks)
+    if not usable:
+        return Decision(None, candidates)
+    if hooks.installed("polyattn_select_backend"):
+        policy = hooks.call("polyattn_select_backend", layout=layout, request=request, candidates=usable)
+        if policy is not None:
+            if policy not in usable:
+                raise ConfigError(
+                    f"the hook polyattn_select_backend must return one of {', '.join(usable)} or None, "
+                    f"got {shown(policy)}"
+                )
+            return Decision(policy, candidates, "the site's policy")
+    chosen = min(usable, key=lambda name: (-ranks[name], name))
+    return Decision(chosen, candidates, f"highest preference, {ranks[chosen]}")
+
+
+def alternatives(layout: MaskLayout, request: AttentionRequest, *, but: str) -> tuple[str, ...]:
+    """Names of the installed backends other than ``but`` that can do the request."""
+    return tuple(name for name in backends.names() if name != but and not reasons_of(name, layout, request))
+
+
+def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> AttentionBackend:
+    """The backend object for a name from a config, or the object itself; ``"auto"`` decides per request.
+
+    Raises:
+        UnknownBackendError, DuplicatePluginError, BackendLoadError, IncompatiblePluginError, BlockedPluginError:
+            see the registry.
+        ConfigError: options that the backend does not have, or neither a name nor an object.
+    """
+    if backend is None or isinstance(backend, (bool, int, float, list, tuple, dict)):
+        raise ConfigError(
+            f"backend must be a name ('polyattn list' shows them), 'auto' or a backend object, got {shown(backend)}"
+        )
+    if isinstance(backend, str) and torch.compiler.is_compiling():
+        raise ConfigError(
+            _OUTSIDE.format(f"backend must be an object inside a compiled function, got {shown(backend)}")
+        )
+    if backend == AUTO:
+        if options:
+            raise ConfigError(
+                f"backend_options must be empty with attn_backend 'auto', got {shown(options)}; name the backend"
+            )
+        return _auto
+    resolved: AttentionBackend = backends.resolve(backend, options)
+    return resolved
+
+
+class AutoBackend:
+    """The name ``auto``: decides for each layout and request, and hands over to the chosen backend.
+
+    The prepared attention belongs to the chosen backend, so ``prepared.backend.name`` says what runs.
+    """
+
+    name = AUTO
+    api_version = 1
+
+    def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """Empty when some installed backend can; otherwise one reason for each backend's refusal."""
+        return _refusals(explain(layout, request))
+
+    def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
+        """Prepare with the chosen backend; see :func:`explain` for how it is chosen."""
+        if torch.compiler.is_compiling():
+            raise ConfigError(_OUTSIDE.format("'auto' cannot decide inside a compiled function"))
+        decision = explain(layout, request)
+        if decision.chosen is None:
+            raise UnsupportedAttentionError(AUTO, _refusals(decision), ())
+        _log_once(str(decision))
+        chosen: AttentionBackend = backends.get(decision.chosen)
+        return chosen.prepare(layout, request)
+
+    def attend(
+        self, q: Any, k: Any, v: Any, prepared: PreparedAttention, *, bias: Any = None, sinks: Any = None
+    ) -> Any:
+        """Run the backend that prepared."""
+        return prepared.backend.attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AutoBackend)
+
+    def __hash__(self) -> int:
+        return hash(AUTO)
+
+    def __repr__(self) -> str:
+        return "<backend auto>"
+
+
+_auto = AutoBackend()
+
+
+def reasons_of(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+    """Why the backend ``name`` refuses; a plugin that cannot be loaded or asked is a reason too."""
+    try:
+        backend = backends.get(name)
+    except PolyattnError as error:
+        return (
+            Reason(
+                "not_loadable", "plugin", str(error).splitlines()[0], "a plugin that loads", "see `polyattn doctor`"
+            ),
+        )
+    try:
+        reasons = backend.unsupported(layout, request)
+        if not isinstance(reasons, tuple) or not all(isinstance(reason, Reason) for reason in reasons):
+            raise TypeError(f"must return a tuple of Reason, got {shown(reasons)}")  # noqa: TRY301 - as if it had raised it
+    except (LayoutError, AttentionInputError):
+        raise  # about the question, not about the backend
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a backend that fails at the question must not take others along
+        return (_failure("unsupported", error),)
+    return reasons
+
+
+def _preference(name: str, layout: MaskLayout, request: AttentionRequest) -> int:
+    preference = getattr(backends.get(name), "preference", None)
+    return 0 if preference is None else operator.index(preference(layout, request))
+
+
+def _failure(question: str, error: BaseException) -> Reason:
+    got = f"{question}: {brief(error)}"
+    return Reason("fails_when_asked", "plugin", got, "a backend that answers", "see `polyattn doctor`")
+
+
+def _refusals(decision: Decision) -> tuple[Reason, ...]:
+    if decision.chosen is not None:
+        return ()
+    if not decision.candidates:
+        return (Reason("no_backend", "plugin", "no installed backend", "at least one", "pip install polyattn-sdpa"),)
+    return tuple(
+        dataclasses.replace(reason, got=f"{reason.got} [{name}]")
+        for name, reasons in decision.candidates.items()
+        for reason in reasons
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(text: str) -> None:
+    _logger.info("attention backend auto\n%s", text)

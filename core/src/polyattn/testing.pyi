@@ -1,0 +1,5 @@
+from polyattn_conformance import BackendConformance as BackendConformance
+from polyattn_conformance import Outcome as Outcome
+from polyattn_conformance import RopeConformance as RopeConformance
+from polyattn_conformance import check_backend as check_backend
+from polyattn_conformance import reference_attention as reference_attention

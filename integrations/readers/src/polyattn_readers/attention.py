@@ -1,0 +1,362 @@
+"""The attention of transformers models: configurations to specs and back, and weights by name.
+
+What a model class decides by itself stands in ``_FAMILIES``; what its older configurations left unsaid is resolved
+there by name, and nothing else is guessed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from torch import Tensor
+
+from polyattn import ConfigError, RopeSpec
+from polyattn.messages import is_number, listed, shown
+from polyattn_modules.spec import AttentionSpec, QKNorm
+from polyattn_readers.rope_entry import refuse_canonical_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: Keys of our canonical form that no transformers configuration of these families has.
+CANONICAL_ONLY = (
+    "schema_version", "qk_norm", "has_weight", "weighted", "num_heads", "num_kv_heads", "v_head_dim", "output_bias",
+    "softcap", "sinks", "window", "scale",
+)  # fmt: skip
+_CHUNK_HINT = "give the chunks in the layout (MaskLayout.chunked) and set attention_chunk_size to null"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """What a model class decides.
+
+    Attributes:
+        norm: position, scope and weight of the norm of queries and keys, or ``None``.
+        window: which layers have one: none, all, or those of type ``"sliding_attention"``.
+        biases: whether ``attention_bias`` gives all four projections a bias; absent means without.
+        head_dim: whether a configuration may leave ``head_dim`` out: it is ``hidden_size / num_attention_heads`` then.
+        kv_heads: whether it may leave ``num_key_value_heads`` out: there are as many as query heads then.
+        weight_offset: what the class adds to the norm's weight before it multiplies.
+        rope_by_type: whether each layer type may have a rope of its own.
+    """
+
+    norm: tuple[Literal["before", "after"], Literal["head", "projection"], bool] | None = None
+    window: Literal["none", "all", "sliding"] = "none"
+    biases: bool = True
+    head_dim: bool = True
+    kv_heads: bool = True
+    weight_offset: float = 0.0
+    rope_by_type: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(window="all", biases=False, kv_heads=False),
+    "qwen3": _Family(norm=("before", "head", True), window="sliding", head_dim=False, kv_heads=False),
+    "gemma3_text": _Family(
+        norm=("before", "head", True),
+        window="sliding",
+        head_dim=False,
+        kv_heads=False,
+        weight_offset=1.0,
+        rope_by_type=True,
+    ),
+    "olmo2": _Family(norm=("before", "projection", True)),
+    "llama4_text": _Family(norm=("after", "head", False), head_dim=False, kv_heads=False),
+}
+
+
+class AttentionReader:
+    """Reads and writes attention specs and weights as transformers has them; found by name from the specs."""
+
+    name = "hf_attention"
+    api_version = 1
+
+    def read(self, config: Any, *, layer: int = 0, convention: str = "serving") -> AttentionSpec:
+        """See :meth:`polyattn.AttentionSpec.from_hf`."""
+        return _read_spec(config, layer, convention=convention)
+
+    def write(self, specs: Sequence[AttentionSpec], model_type: str) -> dict[str, Any]:
+        """The attention part of a configuration, read back to make sure of it; see :meth:`AttentionSpec.to_hf`.
+
+        Args:
+            specs: of the layers, first to last.
+            model_type: the class that will read it.
+        """
+        return _write_specs(specs, model_type)
+
+    def weights(
+        self, state: Mapping[str, Tensor], config: Any, *, layer: int, spec: AttentionSpec, convention: str = "serving"
+    ) -> dict[str, Tensor]:
+        """The weights of one layer under our names; see :meth:`polyattn.GroupedQueryAttention.load_hf_weights`."""
+        _check_same(spec, config, layer, convention=convention)
+        return _read_weights(state, config, layer)
+
+
+def _read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
+    data, family = _read(config)
+    if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+        raise ConfigError(f"layer must be the index of a layer, an int >= 0, got {shown(layer)}")
+    heads = _int(data, "num_attention_heads")
+    hidden = _int(data, "hidden_size")
+    head_dim = data.get("head_dim")
+    if head_dim is None:
+        if not family.head_dim:
+            _fault(data, "'head_dim' is missing, and the default of this class is not hidden_size / heads")
+        if hidden % heads:
+            _fault(data, f"'head_dim' is missing and hidden_size / num_attention_heads is {hidden} / {heads}")
+        head_dim = hidden // heads
+    if "num_key_value_heads" not in data and not family.kv_heads:
+        _fault(data, "'num_key_value_heads' is missing, and the default of this class is not num_attention_heads")
+    kv_heads = data.get("num_key_value_heads")
+    bias = data.get("attention_bias") if family.biases else False
+    if not (bias is None or isinstance(bias, bool)):
+        _fault(data, f"attention_bias must be true or false, got {shown(bias)}")
+    scale, rotates = _specialities(data, layer)
+    kind = _layer_type(data, layer, family)
+    return AttentionSpec(
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        rope=_rope(data, kind, head_dim, family, convention) if rotates else None,
+        qk_norm=_norm(data, family, rotates=rotates),
+        window=_window(data, kind, family),
+        dropout=data.get("attention_dropout") or 0.0,
+        bias=bool(bias),
+        output_bias=bool(bias),
+        softcap=None,
+        sinks=False,
+        scale=scale,
+    )
+
+
+def _write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, Any]:
+    first = specs[0]
+    data: dict[str, Any] = {
+        "model_type": model_type,
+        "hidden_size": first.hidden_size,
+        "num_hidden_layers": len(specs),
+        "num_attention_heads": first.num_heads,
+        "num_key_value_heads": first.num_kv_heads,
+        "head_dim": first.head_dim,
+        "attention_dropout": first.dropout,
+    }
+    family = _family(data)
+    kinds = ["full_attention" if spec.window is None else "sliding_attention" for spec in specs]
+    ropes = {kind: spec.rope for kind, spec in zip(kinds, specs, strict=True) if spec.rope is not None}
+    written = {kind: rope.to_hf(model_type) for kind, rope in ropes.items()}
+    for part in written.values():
+        data |= part
+    if family.rope_by_type:
+        data["rope_parameters"] = {kind: part["rope_parameters"] for kind, part in written.items()}
+    if family.biases:
+        data["attention_bias"] = first.bias
+    if family.norm is not None:
+        data["rms_norm_eps"] = next((spec.qk_norm.eps for spec in specs if spec.qk_norm is not None), 1e-6)
+    if family.window != "none":
+        data["sliding_window"] = next((spec.window for spec in specs if spec.window is not None), None)
+    if family.window == "sliding":
+        data["layer_types"] = kinds
+    if model_type == "qwen3":
+        data["use_sliding_window"] = data["sliding_window"] is not None
+    elif model_type == "gemma3_text":
+        data["query_pre_attn_scalar"] = first.head_dim if first.scale is None else round(first.scale**-2, 9)
+    elif model_type == "llama4_text":
+        data |= {
+            "use_qk_norm": any(spec.qk_norm is not None for spec in specs),
+            "no_rope_layers": [int(spec.rope is not None) for spec in specs],
+            "layer_types": ["full_attention"] * len(specs),
+            "attn_temperature_tuning": False,
+        }
+    for layer, spec in enumerate(specs):
+        want, back = spec.to_dict(), _read_spec(data, layer, convention="serving").to_dict()
+        lost = [
+            f"{name} {shown(want[name])} would be read as {shown(back[name])}"
+            for name in want
+            if back[name] != want[name]
+        ]
+        if lost:
+            _fault(data, f"it cannot carry this spec: {'; '.join(lost)} (layer {layer})")
+    return data
+
+
+def _check_same(spec: AttentionSpec, config: Any, layer: int, *, convention: str) -> None:
+    """Refuse a layer of another structure than the configuration describes; dropout changes no weight's meaning.
+
+    Raises:
+        ConfigError: names every field that differs.
+    """
+    want = _read_spec(config, layer, convention=convention)
+    ours, theirs = (dataclasses.replace(x, dropout=0.0, scale=_scale(x)).to_dict() for x in (spec, want))
+    pairs = {name: (ours[name], theirs[name]) for name in ours}
+    for name, (one, other) in list(pairs.items()):
+        if isinstance(one, dict) and isinstance(other, dict):
+            del pairs[name]
+            pairs |= {f"{name}.{key}": (one.get(key), other.get(key)) for key in one | other}
+    differ = [f"{name} {shown(one)} instead of {shown(other)}" for name, (one, other) in pairs.items() if one != other]
+    if differ:
+        raise ConfigError(
+            f"the layer must be as the configuration describes layer {layer}, got {'; '.join(differ)}; build it with "
+            "GroupedQueryAttention.from_spec(AttentionSpec.from_hf(config, layer=...)), give the convention= that it "
+            "was read with, or load weights into another structure with load_state_dict"
+        )
+
+
+def _scale(spec: AttentionSpec) -> float:
+    return spec.head_dim**-0.5 if spec.scale is None else spec.scale
+
+
+def _read_weights(state: Mapping[str, Tensor], config: Any, layer: int) -> dict[str, Tensor]:
+    data, family = _read(config)
+    inside = f"layers.{layer}.self_attn."
+    found = {name.split(inside, 1)[1]: value for name, value in state.items() if inside in name}
+    if not found:
+        _fault(data, f"the state dict must have keys with '{inside}', got {_some(state)}")
+    if family.weight_offset:
+        for name in ("q_norm.weight", "k_norm.weight"):
+            if name in found:
+                found[name] = found[name] + family.weight_offset
+    # Versions before 4.32 saved the frequencies of every layer.
+    return {name: value for name, value in found.items() if name != "rotary_emb.inv_freq"}
+
+
+def _read(config: Any) -> tuple[dict[str, Any], _Family]:
+    """The dictionary of the text part, and the family of its class."""
+    found = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config must be a transformers configuration or its dictionary, got {type(config).__name__}")
+    text = found.get("text_config")
+    data = dict(text if isinstance(text, Mapping) else found)
+    family = _family(data)  # first: other classes may well have such keys
+    canonical = [name for name in CANONICAL_ONLY if name in data]
+    if canonical:
+        raise ConfigError(
+            f"config must not carry the canonical-only keys {listed(canonical)}; "
+            "AttentionSpec.from_dict reads the canonical form, and configurations of this class have no such keys"
+        )
+    refuse_canonical_keys(data)
+    return data, family
+
+
+def _family(data: Mapping[str, Any]) -> _Family:
+    family = _FAMILIES.get(name) if isinstance(name := data.get("model_type"), str) else None
+    if family is None:
+        raise ConfigError(
+            f"model_type must be one of {', '.join(_FAMILIES)}, got {shown(data.get('model_type'))}; "
+            "for another model build the AttentionSpec field by field"
+        )
+    return family
+
+
+def _specialities(data: Mapping[str, Any], layer: int) -> tuple[float | None, bool]:
+    """Scale, and whether the layer rotates at all; refuses what a spec cannot say."""
+    scale, rotates = None, True
+    ropes = [rope for name in ("rope_parameters", "rope_scaling") if isinstance(rope := data.get(name), Mapping)]
+    ropes += [entry for rope in ropes for entry in rope.values() if isinstance(entry, Mapping)]
+    beta = next((rope["llama_4_scaling_beta"] for rope in ropes if rope.get("llama_4_scaling_beta")), None)
+    if beta is not None:
+        _fault(
+            data,
+            f"llama_4_scaling_beta must be absent or 0, got {shown(beta)}: it scales queries by their position, which "
+            "no spec says",
+        )
+    if data["model_type"] == "gemma3_text":
+        scalar = _required(data, "query_pre_attn_scalar")
+        if not is_number(scalar) or scalar <= 0:
+            _fault(data, f"query_pre_attn_scalar must be a positive number, got {shown(scalar)}")
+        scale = None if scalar == data.get("head_dim") else float(scalar) ** -0.5
+        for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
+            if data.get(name):
+                _fault(data, f"{name} must be off, got {shown(data[name])}: what it means differs between readers")
+    elif data["model_type"] == "llama4_text":
+        flags = data.get("no_rope_layers") or []
+        if not isinstance(flags, (list, tuple)):
+            _fault(data, f"no_rope_layers must be a list of 0 and 1, got {shown(flags)}")
+        interval = None if data.get("no_rope_layer_interval") is None else _int(data, "no_rope_layer_interval")
+        if layer < len(flags):
+            rotates = bool(flags[layer])
+        elif flags or interval is None:
+            _fault(data, f"no_rope_layers must say whether layer {layer} rotates, got {flags}")
+        else:
+            rotates = (layer + 1) % interval != 0
+        if not rotates and data.get("attn_temperature_tuning", True):
+            _fault(
+                data,
+                "attn_temperature_tuning must be false, got true: it scales the queries of layers without rope by "
+                "their position, which no spec says",
+            )
+    return scale, rotates
+
+
+def _layer_type(data: Mapping[str, Any], layer: int, family: _Family) -> str:
+    types = data.get("layer_types")
+    if types is not None:
+        if not isinstance(types, (list, tuple)):
+            _fault(data, f"layer_types must be a list of the types of all layers, got {shown(types)}")
+        if layer >= len(types):
+            _fault(data, f"layer must be one of the {len(types)} of layer_types, got {layer}")
+        kind = types[layer]
+    elif data["model_type"] == "gemma3_text":
+        kind = "sliding_attention" if (layer + 1) % _int(data, "sliding_window_pattern") else "full_attention"
+    elif data["model_type"] == "qwen3" and data.get("use_sliding_window"):
+        kind = "sliding_attention" if layer >= _int(data, "max_window_layers", least=0) else "full_attention"
+    elif data["model_type"] == "llama4_text":
+        kind = "full_attention" if data.get("attention_chunk_size", ...) is None else "chunked_attention"
+    else:
+        kind = "full_attention"
+    known = {"full_attention", *(("sliding_attention",) if family.window == "sliding" else ())}
+    if not isinstance(kind, str) or kind not in known:
+        hint = f"; {_CHUNK_HINT}" if kind == "chunked_attention" else ""
+        _fault(data, f"layer {layer} must be of type {' or '.join(sorted(known))}, got {shown(kind)}{hint}")
+    return kind
+
+
+def _rope(data: Mapping[str, Any], kind: str, head_dim: int, family: _Family, convention: str) -> RopeSpec:
+    layer_type = kind if family.rope_by_type else None
+    return RopeSpec.from_hf(dict(data), layer_type=layer_type, head_dim=head_dim, convention=convention)
+
+
+def _norm(data: Mapping[str, Any], family: _Family, *, rotates: bool) -> QKNorm | None:
+    if family.norm is None:
+        return None
+    if data["model_type"] == "llama4_text" and not (_required(data, "use_qk_norm") and rotates):
+        return None
+    position, scope, weighted = family.norm
+    return QKNorm(position, scope, weighted=weighted, eps=_required(data, "rms_norm_eps"))
+
+
+def _window(data: Mapping[str, Any], kind: str, family: _Family) -> int | None:
+    if family.window == "none" or (family.window == "sliding" and kind != "sliding_attention"):
+        return None
+    if "sliding_window" not in data:
+        _fault(data, "'sliding_window' is missing; null means none")
+    window: int | None = data["sliding_window"]
+    if window is None and family.window == "sliding":
+        _fault(data, "sliding_window must be an int, got None, although the layer is of type 'sliding_attention'")
+    return window
+
+
+def _required(data: Mapping[str, Any], name: str) -> Any:
+    if data.get(name) is None:
+        _fault(data, f"'{name}' is missing")
+    return data[name]
+
+
+def _int(data: Mapping[str, Any], name: str, *, least: int = 1) -> int:
+    value = _required(data, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        _fault(data, f"{name} must be an int >= {least}, got {shown(value)}")
+    return value
+
+
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + ", ..." if first else "none"
+
+
+def _fault(data: Mapping[str, Any], text: str) -> NoReturn:
+    raise ConfigError(f"config of model_type {shown(data.get('model_type'))}: {text}")

@@ -1,0 +1,18 @@
+"""Attention layers on prepared attention: layers, their specs, what serving engines can read, and training configs."""
+
+from polyattn_modules.config import AttentionConfig
+from polyattn_modules.gqa import GroupedQueryAttention
+from polyattn_modules.norm import RMSNorm
+from polyattn_modules.serving import check_servable
+from polyattn_modules.spec import AttentionSpec, QKNorm
+from polyattn_modules.yaml_files import read_yaml
+
+__all__ = [
+    "AttentionConfig",
+    "AttentionSpec",
+    "GroupedQueryAttention",
+    "QKNorm",
+    "RMSNorm",
+    "check_servable",
+    "read_yaml",
+]

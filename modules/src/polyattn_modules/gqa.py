@@ -1,0 +1,337 @@
+"""Grouped-query attention: projections around prepared attention.
+
+Shape letters: B batch, S query length, C context length, K = C + S keys, H query heads, G KV heads, D head width, V
+value width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyattn import (
+    AttentionBackend,
+    AttentionResult,
+    AttentionScope,
+    ConfigError,
+    RopeSpec,
+    RotaryEmbedding,
+    UnsupportedAttentionError,
+    apply_rotary,
+)
+from polyattn.registry import AUTO, readers
+from polyattn.rope import rotate_heads
+from polyattn.select import resolve_backend
+from polyattn_modules.inputs import check_attribute, check_dtype, check_making, check_part
+from polyattn_modules.kind import LayerKind, layer_kind
+from polyattn_modules.norm import RMSNorm
+from polyattn_modules.projections import keys_and_values, load_either_form
+from polyattn_modules.reading import read_scope
+from polyattn_modules.sinks import HeadSinks
+from polyattn_modules.spec import AttentionSpec, QKNorm, problem_of, value_width
+
+
+class GroupedQueryAttention(nn.Module):
+    """Multi-head, grouped-query or multi-query attention on any backend.
+
+    Args:
+        hidden_size: width of the hidden states.
+        num_heads: query heads.
+        num_kv_heads: KV heads; query head h reads KV head ``h // (num_heads // num_kv_heads)``.
+        head_dim: width of queries and keys per head; ``None`` means ``hidden_size / num_heads``, which must divide.
+        v_head_dim: width of values per head; ``None`` means ``head_dim``.
+        rope: the rotary spec, or ``None``.
+        qk_norm: the norm of queries and keys, or ``None``.
+        window: keys that a query sees, itself included; narrows the layout's own window.
+        dropout: of attention weights, in training.
+        bias: whether the projections of q, k and v have biases.
+        output_bias: whether the output projection has one.
+        softcap: ``c`` in ``c * tanh(scores / c)``.
+        sinks: whether each query head learns a sink logit.
+        scale: factor of the scores, ``head_dim ** -0.5`` by default.
+        fused_qkv: whether q, k and v come from one matrix. A state dict of either form loads into either.
+        backend: name or object; resolved once, here. The package must be installed now; its kernel (``flash_attn`` for
+            ``fa``) when the device is known, see below.
+        backend_options: options of that backend.
+        device, dtype: of the parameters.
+
+    Raises:
+        ConfigError: the structure contradicts itself; every fault in one message. Or ``fused_qkv``, ``device`` or
+            ``dtype`` is none.
+        UnsupportedAttentionError: the backend cannot do what the layer needs, as far as that is known now. What depends
+            on the device, a kernel that is absent there included, is known when ``device`` is given, or the parameters
+            lie on an accelerator. A layer built on the CPU may still move, and on ``meta`` it surely does; then
+            :meth:`prefill` or the first forward refuses, before any matrix product.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int | None = None,
+        *,
+        v_head_dim: int | None = None,
+        rope: RopeSpec | None = None,
+        qk_norm: QKNorm | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
+        output_bias: bool = False,
+        softcap: float | None = None,
+        sinks: bool = False,
+        scale: float | None = None,
+        fused_qkv: bool = False,
+        backend: str | AttentionBackend = AUTO,
+        backend_options: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_making(fused_qkv, device, dtype)
+        if head_dim is None:
+            counts = {"hidden_size": hidden_size, "num_heads": num_heads}
+            wrong = [f"{name} {problem}" for name, count in counts.items() if (problem := problem_of(name, count))]
+            if wrong:
+                raise ConfigError("; ".join(wrong))
+            if hidden_size % num_heads:
+                raise ConfigError(
+                    f"hidden_size must be a multiple of num_heads when head_dim is not given, "
+                    f"got hidden_size={hidden_size} and num_heads={num_heads}; give head_dim"
+                )
+            head_dim = hidden_size // num_heads
+        structure = AttentionSpec(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=value_width(head_dim, v_head_dim),
+            rope=rope,
+            qk_norm=qk_norm,
+            window=window,
+            dropout=dropout,
+            bias=bias,
+            output_bias=output_bias,
+            softcap=softcap,
+            sinks=sinks,
+            scale=scale,
+        )
+        kind = layer_kind(resolve_backend(backend, backend_options), structure)
+        spec = kind.spec  # one object for all layers of this kind, so that their rotary specs are one object too
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._widths = widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * spec.v_head_dim)
+        if fused_qkv:
+            self.qkv_proj = nn.Linear(hidden_size, sum(widths), bias=bias, **made)
+        else:
+            self.q_proj = nn.Linear(hidden_size, widths[0], bias=bias, **made)
+            self.k_proj = nn.Linear(hidden_size, widths[1], bias=bias, **made)
+            self.v_proj = nn.Linear(hidden_size, widths[2], bias=bias, **made)
+        self.o_proj = nn.Linear(num_heads * spec.v_head_dim, hidden_size, bias=output_bias, **made)
+        self.q_norm = _make_norm(spec, num_heads, made)
+        self.k_norm = _make_norm(spec, num_kv_heads, made)
+        self.rotary = None if spec.rope is None else RotaryEmbedding(spec.rope)
+        self.sinks = HeadSinks(num_heads, **made) if sinks else None
+        self.fused_qkv = fused_qkv
+        self.register_load_state_dict_pre_hook(load_either_form)  # type: ignore[no-untyped-call]
+        self.kind = self._able(kind, placed=device is not None)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change the structure, and parts that it knows nothing of: no forward would use them.
+
+        Other names are free, for what a subclass adds.
+        """
+        if "kind" in self.__dict__:
+            check_attribute(name, value)
+            check_part(self.kind.spec, name, value)
+        super().__setattr__(name, value)
+
+    @classmethod
+    def from_spec(cls, spec: AttentionSpec, **rest: Any) -> GroupedQueryAttention:
+        """Build the layer that ``spec`` describes.
+
+        Args:
+            spec: the structure.
+            rest: ``fused_qkv``, ``backend``, ``backend_options``, ``device``, ``dtype``.
+        """
+        fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        return cls(**fields, **rest)
+
+    def set_backend(self, backend: str | AttentionBackend, options: Mapping[str, Any] | None = None) -> None:
+        """Use another backend from now on.
+
+        Raises:
+            UnsupportedAttentionError: it cannot do what the layer needs; the old backend stays.
+        """
+        self.kind = self._able(layer_kind(resolve_backend(backend, options), self.spec), placed=False)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The structure, which stays; for another one build another layer (:meth:`from_spec`)."""
+        return self.kind.spec
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """The backend; :meth:`set_backend` sets it."""
+        return self.kind.backend
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter afresh: torch's own rule for the projections, one for norm weights, zero for sinks."""
+        for module in self.children():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+
+    def load_hf_weights(
+        self, state: Mapping[str, Tensor], config: Any, *, layer: int, convention: str = "serving"
+    ) -> None:
+        """Load the weights of one layer of a transformers model.
+
+        Names are the same there; Gemma's norm weights, which count from 1, are changed to ours.
+
+        Args:
+            state: the model's state dict.
+            config: its configuration, or the dictionary of that; see :meth:`AttentionSpec.from_hf`.
+            layer: index of the layer.
+            convention: with which the configuration is read; see :meth:`AttentionSpec.from_hf`.
+
+        Raises:
+            ConfigError: the class is not known, the configuration describes another layer than this one (but for its
+                dropout), or the state dict has no such layer.
+            RuntimeError: a weight is missing, unknown or of another shape; from ``load_state_dict``.
+        """
+        reader = readers.get("hf_attention")
+        self.load_state_dict(reader.weights(state, config, layer=layer, spec=self.spec, convention=convention))
+
+    def prefill(
+        self,
+        scope: AttentionScope,
+        hidden: Tensor,
+        positions: Tensor | None,
+        kv_hidden: Tensor | None = None,
+        *,
+        kv_positions: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> None:
+        """Put into ``scope`` what :meth:`forward` with the same arguments will read from it.
+
+        Only shape, dtype, device and ``requires_grad`` of the hidden states count, so the model's first ones serve all
+        layers.
+        """
+        read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        scope: AttentionScope,
+        positions: Tensor | None,
+        kv_hidden: Tensor | None = None,
+        *,
+        kv_positions: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | AttentionResult:
+        """Attend.
+
+        Args:
+            hidden: ``[B, S, hidden_size]``.
+            scope: the forward's scope; its layout has ``q_len == S``, and ``kv_len == S`` or, with context, ``C + S``.
+            positions: Int ``[B|1, S]``, or ``[A, B|1, S]`` for multi-axis rotary specs; ``None`` will do without rope.
+            kv_hidden: ``[B, C, hidden_size]``, a second hidden state whose keys and values come before the layer's own.
+            kv_positions: positions of the context keys, shaped like ``positions`` with C; required with rope.
+            attention_bias: floating, broadcastable to ``[B, H, S, K]``.
+            return_lse: return ``AttentionResult(output, lse)`` with the projected output instead of the output alone.
+
+        Returns:
+            ``[B, S, hidden_size]``.
+
+        Raises:
+            AttentionInputError: a shape, dtype or device does not fit; raised before any matrix product.
+            LayoutError, UnsupportedAttentionError: see :meth:`AttentionBackend.prepare`; likewise.
+        """
+        read = read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
+        prepared, tables, context_tables = read.prepared, read.tables, read.context_tables
+        parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
+        if read.low is None:
+            check_dtype(hidden, parts["qkv_proj" if self.fused_qkv else "q_proj"])
+        q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
+        spec = self.kind.spec
+        norm, width, v_width = spec.qk_norm, spec.head_dim, spec.v_head_dim
+        early = norm if norm is not None and norm.position == "before" else None
+        late = norm if early is None else None
+        q, k, v = self._project(hidden)
+        q, k, v = _by_head(q, width, q_norm, early), _by_head(k, width, k_norm, early), _by_head(v, v_width)
+        if tables is not None and rotary is not None:
+            q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
+        if late is not None:
+            q, k = _normed_late(q, q_norm, late), _normed_late(k, k_norm, late)
+        if kv_hidden is not None:
+            context_k, context_v = self._project_context(kv_hidden)
+            context_k = _by_head(context_k, width, k_norm, early)
+            if context_tables is not None and rotary is not None:
+                context_k = rotate_heads(context_k, context_tables, interleaved=rotary.spec.interleaved)
+            k = torch.cat((context_k if late is None else _normed_late(context_k, k_norm, late), k), 2)
+            v = torch.cat((_by_head(context_v, v_width), v), 2)
+        sinks = parts.get("sinks")
+        result = prepared(q, k, v, bias=attention_bias, sinks=None if sinks is None else sinks.logits())
+        output: Tensor = parts["o_proj"](result.output.transpose(1, 2).flatten(2))
+        return AttentionResult(output, result.lse) if return_lse else output
+
+    def extra_repr(self) -> str:
+        """Backend and window, for ``print(model)``."""
+        return f"backend={self.backend.name!r}, window={self.spec.window}"
+
+    def _able(self, kind: LayerKind, *, placed: bool) -> LayerKind:
+        """``kind``, if its backend can do it; ``placed``: the parameters stay on the device they are on."""
+        weight = self.o_proj.weight
+        here = placed or weight.device.type not in {"cpu", "meta"}
+        reasons = kind.refusals(weight.dtype, weight.device if here else None)
+        if reasons:
+            raise UnsupportedAttentionError(kind.backend.name, reasons)
+        return kind
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ``[B, S, heads * width]``."""
+        parts: dict[str, Any] = self._modules
+        if self.fused_qkv:
+            q, k, v = parts["qkv_proj"](hidden).split(self._widths, -1)
+            return q, k, v
+        return parts["q_proj"](hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
+
+    def _project_context(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, ``[B, C, heads * width]``."""
+        if not self.fused_qkv:
+            return self.k_proj(hidden), self.v_proj(hidden)
+        return keys_and_values(self.qkv_proj, hidden, self._widths)
+
+
+def _make_norm(spec: AttentionSpec, heads: int, made: dict[str, Any]) -> RMSNorm | None:
+    norm = spec.qk_norm
+    if norm is None:
+        return None
+    width = spec.head_dim * (heads if norm.scope == "projection" else 1)
+    return RMSNorm(width, eps=norm.eps, weighted=norm.weighted, **made)
+
+
+def _by_head(x: Tensor, width: int, norm: nn.Module | None = None, how: QKNorm | None = None) -> Tensor:
+    """``[B, S, H * width]`` as ``[B, H, S, width]``, normalised if that comes before the rotation."""
+    batch, length, whole = x.shape
+    x = x.view(batch, length, whole // width, width)
+    if norm is not None and how is not None:
+        x = _normed(x, norm, how)
+    return x.transpose(1, 2)
+
+
+def _normed_late(x: Tensor, norm: nn.Module | None, how: QKNorm) -> Tensor:
+    """Rotated queries or keys ``[B, H, S, D]``, normalised unless the norm was taken out of the layer."""
+    return x if norm is None else _normed(x.transpose(1, 2), norm, how).transpose(1, 2)
+
+
+def _normed(x: Tensor, norm: nn.Module, how: QKNorm) -> Tensor:
+    """``[B, S, H, D]``, normalised for each head or over all of them."""
+    normed: Tensor = norm(x) if how.scope == "head" else norm(x.flatten(2)).view(x.shape)
+    return normed
