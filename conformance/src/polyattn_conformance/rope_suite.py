@@ -22,7 +22,7 @@ from polyattn import (
     apply_rotary,
     rope_variants,
 )
-from polyattn.rope.variant import host_frequencies
+from polyattn.rope import host_frequencies
 from polyattn_conformance.failure import require
 
 
