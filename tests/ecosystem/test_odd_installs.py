@@ -110,8 +110,9 @@ sources = ["src"]
 
 def test_without_any_metadata_a_program_registers_by_module_and_attribute(tmp_path, run_python, make_dist):
     with zipfile.ZipFile(tmp_path / "bare.zip", "w") as archive:
-        for path in (ROOT / "core/src/polyattn").rglob("*.py"):
-            archive.write(path, path.relative_to(ROOT / "core/src"))
+        for source in ("core/src", "modules/src"):
+            for path in (ROOT / source).rglob("*.py"):
+                archive.write(path, path.relative_to(ROOT / source))
         archive.writestr("acme_attention.py", make_dist.backend("acme-attention", "acme").modules["acme_attention.py"])
     code = """
 import sys, polyattn

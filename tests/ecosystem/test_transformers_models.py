@@ -9,7 +9,7 @@ import torch
 
 import polyattn_transformers
 from polyattn import UnsupportedAttentionError, backends
-from polyattn._reasons import FEATURES
+from polyattn import FEATURES
 from tiny_models import ZOO, live_tokens, model_of
 
 

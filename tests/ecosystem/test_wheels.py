@@ -39,7 +39,7 @@ def checked(*command, cwd=None):
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheels")
-    for source in ("core", "plugins/eager", "plugins/sdpa", "plugins/flex", "plugins/fa2", "plugins/rope/default"):
+    for source in ("core", "cli", "plugins/eager", "plugins/sdpa", "plugins/flex", "plugins/fa2", "plugins/rope/default"):
         checked(
             sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT / source
         )
@@ -64,7 +64,7 @@ def installed(request, wheels, environment):
 
 
 def test_wheels_carry_types_licence_and_entry_points(wheels):
-    for name, group in (("polyattn_sdpa", "polyattn.backends"), ("polyattn", "console_scripts")):
+    for name, group in (("polyattn_sdpa", "polyattn.backends"), ("polyattn_cli", "console_scripts")):
         (wheel,) = wheels.glob(f"{name}-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
@@ -75,10 +75,37 @@ def test_wheels_carry_types_licence_and_entry_points(wheels):
             assert all(entry.startswith((f"{name}/", f"{name}-")) for entry in names)
 
 
+#: Where torch alone is installed beside the wheels, these are missing.
+TORCH_ONLY = """
+import sys
+sys.modules |= dict.fromkeys(("click", "rich", "yaml", "packaging", "copier", "pytest", "hypothesis", "transformers"))
+"""
+
+
 def test_only_the_installed_backend_is_listed(environment, installed):
-    listed = json.loads(checked(environment / "polyattn", "list", "--json"))
-    assert [entry["name"] for entry in listed["backends"]] == [installed]
-    assert [entry["name"] for entry in listed["rope"]] == ["default"]
+    code = "import json, polyattn; print(json.dumps([polyattn.backends.names(), polyattn.rope_variants.names()]))"
+    assert json.loads(checked(environment / "python", "-c", TORCH_ONLY + code)) == [[installed], ["default"]]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "dist"),
+    [
+        ("polyattn.GroupedQueryAttention", "polyattn-modules"),
+        ("polyattn.testing.BackendConformance", "polyattn-conformance"),
+    ],
+)
+def test_a_name_of_a_distribution_that_is_missing_says_how_to_install_it(environment, installed, wanted, dist):
+    module, _, name = wanted.rpartition(".")
+    done = run(environment / "python", "-c", f"from {module} import {name}")
+    assert done.returncode == 1
+    assert f"is part of the distribution {dist}, which is not installed; `pip install {dist}` brings it" in done.stderr
+
+
+def test_the_command_line_and_the_readers_say_how_to_install_them(environment, installed):
+    done = run(environment / "python", "-m", "polyattn", "list")
+    assert "`pip install polyattn-cli` brings it" in done.stderr
+    done = run(environment / "python", "-c", "import polyattn; polyattn.RopeSpec.from_hf({'model_type': 'llama'})")
+    assert "`pip install polyattn-readers` brings it" in done.stderr
 
 
 def test_the_installed_backend_works_or_says_why_and_others_are_refused_with_their_pip_command(environment, installed):
@@ -110,7 +137,7 @@ else:
 print(json.dumps({"refused": refused, "reasons": reasons}))
 """
     others = [name for name in DISTRIBUTIONS if name != installed]
-    said = json.loads(checked(environment / "python", "-c", code, installed, *others))
+    said = json.loads(checked(environment / "python", "-c", TORCH_ONLY + code, installed, *others))
     assert said["refused"] == {
         other: f"no backend named '{other}' is installed; `pip install {DISTRIBUTIONS[other]}` brings it; "
         f"installed: {installed}"

@@ -85,8 +85,12 @@ def test_import_contracts_cover_every_distribution():
     assert set(settings["root_packages"]) == everything
     assert set(contracts["A plugin knows the core and no other plugin"]["modules"]) == plugins
     assert set(contracts["A plugin uses nothing above the backend protocol"]["source_modules"]) == plugins
-    forbidden = set(contracts["Core knows no plugin, no integration and no example"]["forbidden_modules"])
+    forbidden = set(contracts["Core knows no wing, no plugin, no integration and no example"]["forbidden_modules"])
     assert everything - {"polyattn"} <= forbidden
+    strangers = set(contracts["Everything outside core uses its public names only"]["source_modules"])
+    assert strangers == everything - {"polyattn"}
+    assert set(contracts["No circle of imports anywhere"]["ancestors"]) == everything
+    assert "exclude_type_checking_imports" not in settings, "an import for types is an arrow too"
 
 
 def test_installing_the_workspace_without_dependencies_leaves_nothing_out():
@@ -122,7 +126,7 @@ def test_every_distribution_accepts_the_same_versions_of_a_package_and_says_from
 def test_what_strangers_and_developers_need_starts_at_the_same_versions():
     texts = [
         *(ROOT / folder / "pyproject.toml" for folder in STRANGERS),
-        ROOT / "core/src/polyattn/_cli/template/pyproject.toml.jinja",
+        ROOT / "cli/src/polyattn_cli/template/pyproject.toml.jinja",
         ROOT / "requirements-dev.txt",
     ]
     for path in texts:
