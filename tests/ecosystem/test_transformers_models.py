@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import polyattn_transformers
-from polyattn import UnsupportedAttentionError, backends
-from polyattn import FEATURES
+from polyattn import FEATURES, UnsupportedAttentionError, backends
 from tiny_models import ZOO, live_tokens, model_of
 
 

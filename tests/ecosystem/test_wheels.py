@@ -39,7 +39,15 @@ def checked(*command, cwd=None):
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheels")
-    for source in ("core", "cli", "plugins/eager", "plugins/sdpa", "plugins/flex", "plugins/fa2", "plugins/rope/default"):
+    for source in (
+        "core",
+        "cli",
+        "plugins/eager",
+        "plugins/sdpa",
+        "plugins/flex",
+        "plugins/fa2",
+        "plugins/rope/default",
+    ):
         checked(
             sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT / source
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 
 import pytest
 import torch
 
-from polyattn import RopeConfigError, RopeSpec, RotaryEmbedding, rope_variants
+from polyattn import RopeConfigError, RopeFrequencies, RopeSpec, RotaryEmbedding, rope_variants
+from polyattn.rope import above, check_spec, inverse_powers
 from polyattn_readers.model_classes import class_axes, class_pairing, classes, known_classes, reordered
 from polyattn_readers.rope_entry import CANONICAL_ONLY
 from rope_golden import DATA
@@ -327,7 +329,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (v4({"factor": 2.0}), "'rope_type' is missing beside 'factor', 'rope_theta'"),
         (
             v4({"type": "axial"}),
-            "rope_type must be one of default, linear, dynamic, yarn, llama3, longrope, proportional, got",
+            "rope_type must be one of default, dynamic, linear, llama3, longrope, proportional, yarn, got",
         ),
         (v4({"rope_type": "yarn", "factor": 4.0}), "'original_max_position_embeddings' is missing"),
         (v4({**YARN, "attn_factor": 1.1}), "'attn_factor' is unknown"),
@@ -535,10 +537,62 @@ def test_what_a_class_would_read_differently_is_not_written(spec, model_type, te
     assert text in str(caught.value)
 
 
-def test_a_variant_of_a_stranger_has_no_name_in_transformers():
+class Stretch:
+    """A third party's variant: every frequency divided by ``factor``, the keys of its configurations declared."""
+
+    name, api_version = "stretch", 1
+    defaults = {"slope": 1.0}
+    hf_keys = {"factor": True, "slope": False, "original_max_position_embeddings": True}
+
+    def validate(self, spec):
+        check_spec(spec, {"factor": above(0.0), "slope": above(0.0)}, needs_original=True)
+
+    def frequencies(self, spec, *, device, length=None):
+        powers = inverse_powers(spec.theta, spec.rotary_dim)
+        return RopeFrequencies((1 / powers / spec.parameters["factor"]).to(device))
+
+
+def stretched(**keys):
+    rope = {"rope_type": "stretch", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, **keys}
+    return {
+        "model_type": "llama",
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rope_parameters": {name: value for name, value in rope.items() if value is not None},
+    }
+
+
+def test_a_variant_of_a_stranger_is_read_from_a_configuration_by_the_keys_that_it_declares():
+    with rope_variants.override("stretch", Stretch()):
+        spec = RopeSpec.from_hf(stretched(slope=2.0))
+        assert (spec.variant, spec.original_max_position) == ("stretch", 64)
+        assert dict(spec.parameters) == {"factor": 4.0, "slope": 2.0}
+        assert RopeSpec.from_hf(stretched()).parameters["slope"] == 1.0
+        assert RopeSpec.from_hf(spec.to_hf("llama")) == spec
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"factor": None}, "'factor' is missing; keys of rope_type 'stretch' are factor, slope, original_max_position"),
+        ({"original_max_position_embeddings": None}, "'original_max_position_embeddings' is missing"),
+        ({"slant": 1.0}, "'slant' is unknown"),
+        ({"slope": -1.0}, "must be a number > 0, got -1.0"),
+    ],
+)
+def test_the_keys_of_a_stranger_are_read_as_strictly_as_ours(keys, text):
+    with rope_variants.override("stretch", Stretch()), pytest.raises(RopeConfigError, match=re.escape(text)):
+        RopeSpec.from_hf(stretched(**keys))
+
+
+def test_a_variant_that_declares_no_keys_has_no_name_in_configurations():
     class Same:
         name, api_version = "same", 1
         validate = frequencies = staticmethod(lambda spec, *, device=None, length=None: None)
 
-    with rope_variants.override("same", Same()), pytest.raises(RopeConfigError, match="variant 'same' is no rope_type"):
-        plain_spec(False, variant="same").to_hf("llama")
+    with rope_variants.override("same", Same()):
+        with pytest.raises(RopeConfigError, match="variant 'same' declares no hf_keys"):
+            plain_spec(False, variant="same").to_hf("llama")
+        config = stretched(rope_type="same", factor=None, original_max_position_embeddings=None)
+        with pytest.raises(RopeConfigError, match=r"rope_type must be one of .*, got 'same'"):
+            RopeSpec.from_hf(config)

@@ -6,8 +6,11 @@ import itertools
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 _LARGEST = sys.float_info.max
+#: The least normal and the largest number of float32.
+_FLOAT32 = (1.1754943508222875e-38, 3.4028234663852886e38)
 #: Of a value in a message: items of a container, containers within each other, characters of a text, of all.
 _ITEMS, _DEPTH, _TEXT, _LENGTH = 12, 2, 200, 400
 _BRACKETS: dict[type, tuple[str, str]] = {
@@ -23,6 +26,12 @@ _EXPONENT = re.compile(r"([-+]?)(\d+)\.?(\d*)[eE]([-+]?)(\d+)")
 def is_number(value: object) -> bool:
     """Whether ``value`` is an int or a float that is finite as a float; YAML's integers may be of any size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def is_float32(value: Any) -> bool:
+    """Whether ``value`` is a number that neither overflows nor vanishes in FP32."""
+    least, most = _FLOAT32
+    return is_number(value) and (value == 0 or least <= abs(value) <= most)
 
 
 def shown(value: object) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from polyattn._errors import RopeConfigError
-from polyattn.messages import listed, shortened, shown
+from polyattn.messages import is_float32, listed, shortened, shown
 from polyattn.registry.registry import readers, rope_variants
 from polyattn.rope.axes import RopeAxes
-from polyattn.rope.variant import is_float32
 
 ParameterValue: TypeAlias = float | bool | str | tuple[float, ...] | None
 

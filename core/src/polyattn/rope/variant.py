@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from polyattn._errors import RopeConfigError
-from polyattn.messages import is_number, listed, shortened, shown
-
-if TYPE_CHECKING:
-    from polyattn.rope.spec import RopeSpec
+from polyattn.messages import is_float32, listed, shortened, shown
+from polyattn.rope.spec import RopeSpec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,9 +35,12 @@ class RopeFrequencies:
 class RopeVariant(Protocol):
     """A frequency rule: a pure function of the spec, registered by name in the entry-point group ``polyattn.rope``.
 
-    Three more attributes are optional:
+    Four more attributes are optional:
 
     * ``defaults``: a mapping with the parameters that a spec may leave out.
+    * ``hf_keys``: a mapping from each key that the variant reads in a Hugging Face rope dictionary, beside those of all
+      type, to whether it is required. They become parameters of the same names; ``original_max_position_embeddings``
+      becomes ``original_max_position``. Without this attribute no Hugging Face configuration names the variant.
     * ``breakpoints(spec) -> tuple[int, ...]``: ascending lengths after which the frequencies change. Where there are
       any, the caller must say the length of the sequence, a host int, and ``frequencies`` is asked once for each
       interval. Otherwise ``length`` is always ``None``.
@@ -73,12 +74,6 @@ def inverse_powers(theta: float, dim: int, width: int | None = None) -> Tensor:
     exponents = torch.arange(0, width or dim, 2, dtype=torch.float32, device="cpu") / dim
     base = torch.tensor(theta, dtype=torch.float32, device="cpu")
     return torch.pow(base.double(), exponents.double()).float()
-
-
-def is_float32(value: Any) -> bool:
-    """Whether ``value`` is a number that neither overflows nor vanishes in FP32."""
-    float32 = torch.finfo(torch.float32)
-    return is_number(value) and (value == 0 or float32.tiny <= abs(value) <= float32.max)
 
 
 Rule: TypeAlias = tuple[str, Callable[[Any], bool]]

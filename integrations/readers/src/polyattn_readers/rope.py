@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any
 
-from polyattn import RopeConfigError, RopeSpec
-from polyattn.messages import listed, shortened, shown
-from polyattn.rope import RopeAxes, is_float32
+from polyattn import RopeConfigError, RopeSpec, rope_variants
+from polyattn.messages import is_float32, listed, shortened, shown
+from polyattn.registry import FIRST_PARTY, ROPE
+from polyattn.rope import RopeAxes
 from polyattn_readers.model_classes import (
     PAIRS,
     class_axes,
@@ -30,7 +31,6 @@ from polyattn_readers.model_classes import (
 )
 from polyattn_readers.rope_entry import (
     AT_THE_TOP,
-    KEYS,
     ORIGINAL,
     refuse_canonical_keys,
     refuse_unread_keys,
@@ -90,7 +90,10 @@ def _read(
     entry = rope_entry(data, layer_type)
     refuse_canonical_keys(entry, data)
     kind = _kind(data, entry)
-    _check_keys(data, entry, kind)
+    keys = _keys_of(kind)
+    if keys is None:
+        fault(data, f"rope_type must be one of {', '.join(_readable())}, got {shown(kind)}")
+    _check_keys(data, entry, kind, keys)
     if kind == "dynamic" and convention == "eagle":
         fault(
             data, "rope_type 'dynamic' is refused under convention 'eagle': its table followed what was decoded before"
@@ -101,7 +104,7 @@ def _read(
             data, f"max_position_embeddings is {max_position}, and {entry['max_position_embeddings']} beside rope_type"
         )
     width = class_head_dim(data, layer_type) if head_dim is None else size(data, "head_dim", head_dim)
-    parameters = {name: entry[name] for names in KEYS[kind] for name in names if entry.get(name) is not None}
+    parameters = {name: entry[name] for name in keys if entry.get(name) is not None}
     original = parameters.pop(ORIGINAL, max_position if kind == "dynamic" else None)
     if original is not None:
         size(data, ORIGINAL, original)
@@ -127,8 +130,13 @@ def _read(
 def _write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
     width = "qk_rope_head_dim" if model_type in classes()["keys"]["qk_rope_head_dim"] else "head_dim"
     data: dict[str, Any] = {"model_type": model_type, width: spec.head_dim}
-    if spec.variant not in KEYS:
-        fault(data, f"variant '{spec.variant}' is no rope_type there; those are {', '.join(KEYS)}")
+    keys = _keys_of(spec.variant)
+    if keys is None:
+        fault(
+            data,
+            f"variant '{spec.variant}' declares no hf_keys, so no rope_type stands for it there; those that "
+            f"do are {', '.join(_readable())}",
+        )
     data |= {key: values[0] for key, values in classes()["rotates_if"].get(model_type, {}).items()}
     refuse_class(data)
     if model_type in classes()["rope_interleave"]:
@@ -150,7 +158,7 @@ def _write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": spec.variant, "rope_theta": spec.theta}
     if partial or model_type in classes()["partial_required"]:
         rope["partial_rotary_factor"] = spec.rotary_dim / spec.head_dim
-    if ORIGINAL in KEYS[spec.variant][0]:
+    if keys.get(ORIGINAL):
         rope[ORIGINAL] = spec.original_max_position
     if spec.variant == "longrope":
         data[ORIGINAL] = spec.original_max_position  # Phi-3's class has the field at the top, and it wins
@@ -183,18 +191,28 @@ def _kind(data: Mapping[str, Any], entry: dict[str, Any]) -> str:
     if not kinds and not set(entry) <= {*AT_THE_TOP, "rope_type", "type"}:
         fault(data, f"'rope_type' is missing beside {listed(sorted(map(str, entry)))}")
     kind = kinds.pop() if kinds else "default"
-    if kind not in KEYS:
-        fault(data, f"rope_type must be one of {', '.join(KEYS)}, got {shown(kind)}")
     if "mrope" in names and entry.get("mrope_section") is None:
         fault(data, "'mrope_section' is missing beside type 'mrope'")
-    if ORIGINAL not in KEYS[kind][0] and data.get(ORIGINAL) is not None:
-        entry.pop(ORIGINAL, None)  # a field of Phi-3's class, which means nothing to the other types
     return kind
 
 
-def _check_keys(data: Mapping[str, Any], entry: dict[str, Any], kind: str) -> None:
-    required, optional = KEYS[kind]
-    accepted = (*required, *optional, *_COMMON)
+def _keys_of(kind: str) -> Mapping[str, bool] | None:
+    """The keys that the variant ``kind`` declares, with whether each is required; ``None`` where it declares none."""
+    known = kind in rope_variants.names() or kind in FIRST_PARTY[ROPE]  # get says what to install
+    keys: Mapping[str, bool] | None = getattr(rope_variants.get(kind), "hf_keys", None) if known else None
+    return keys
+
+
+def _readable() -> list[str]:
+    """The variants that configurations may name."""
+    return sorted({*rope_variants.names(), *FIRST_PARTY[ROPE]})
+
+
+def _check_keys(data: Mapping[str, Any], entry: dict[str, Any], kind: str, keys: Mapping[str, bool]) -> None:
+    if not keys.get(ORIGINAL) and data.get(ORIGINAL) is not None:
+        entry.pop(ORIGINAL, None)  # a field of Phi-3's class, which means nothing to the other types
+    required = [name for name, needed in keys.items() if needed]
+    accepted = (*keys, *_COMMON)
     if kind == "dynamic" and entry.get("alpha") is not None:
         accepted += _IDLE_BESIDE_ALPHA
         entry["factor"] = entry.get("factor") or 1.0

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polyattn import RopeConfigError
+from polyattn import RopeConfigError, rope_variants
 from polyattn.messages import listed, shown
 from polyattn_readers.model_classes import classes, fault, known_classes, model_class, rotates
 
@@ -14,22 +14,6 @@ from polyattn_readers.model_classes import classes, fault, known_classes, model_
 CANONICAL_ONLY = ("axes", "interleaved", "original_max_position", "rotary_dim", "schema_version", "variant")
 
 ORIGINAL = "original_max_position_embeddings"
-#: Required and optional keys of each rope type.
-KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "dynamic": (("factor",), ("alpha",)),
-    "yarn": (
-        ("factor", ORIGINAL),
-        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
-    "longrope": (
-        ("short_factor", "long_factor", ORIGINAL),
-        ("attention_factor", "factor", "short_mscale", "long_mscale"),
-    ),
-    "proportional": (("partial_rotary_factor",), ("factor",)),
-}
 #: Where version 4 keeps what version 5 keeps in the dictionary.
 AT_THE_TOP = {
     "rope_theta": ("rope_theta", "rotary_emb_base", "global_rope_theta"),
@@ -37,9 +21,11 @@ AT_THE_TOP = {
     ORIGINAL: (ORIGINAL,),
 }
 #: Keys that no configuration has at its top, where nothing would read them. Words that mean many things are left out.
-_INSIDE_ONLY = {"rope_type", "mrope_section", "mrope_interleaved", "mrope_interleaved_glm"}.union(
-    *(set(required) | set(optional) for required, optional in KEYS.values())
-) - {"factor", "alpha", "truncate", "partial_rotary_factor", ORIGINAL}
+_INSIDE_ONLY = frozenset((
+    *("rope_type", "mrope_section", "mrope_interleaved", "mrope_interleaved_glm", "attention_factor", "beta_fast"),
+    *("beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+    *("short_mscale", "long_mscale"),
+))  # fmt: skip
 #: The base of layers that are plain, beside those that ``rope_theta`` and the scaling belong to.
 _PLAIN_BASES = ("rope_local_base_freq", "local_rope_theta", "swa_rope_theta")
 #: Keys at the top whose names speak of the rope and that are read of every class.
@@ -78,7 +64,7 @@ def refuse_unread_keys(data: Mapping[str, Any]) -> None:
         RopeConfigError: names them.
     """
     found = sorted(name for name in _INSIDE_ONLY if data.get(name) is not None)
-    found += ["type"] if data.get("type") in [*KEYS] else []
+    found += ["type"] if data.get("type") in rope_variants.names() else []
     if found:
         fault(
             data,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from polyattn import RopeFrequencies, RopeSpec
@@ -15,6 +17,7 @@ class DefaultRope:
 
     name = "default"
     api_version = 1
+    hf_keys: ClassVar[dict[str, bool]] = {}
 
     def validate(self, spec: RopeSpec) -> None:
         """Refuse parameters of any kind."""

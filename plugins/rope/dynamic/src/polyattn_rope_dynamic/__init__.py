@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from polyattn import RopeFrequencies, RopeSpec
-from polyattn.rope import above, at_least, check_spec, inverse_powers, is_float32, number, optional
+from polyattn.messages import is_float32
+from polyattn.rope import above, at_least, check_spec, inverse_powers, number, optional
 
 __all__ = ["DynamicRope"]
 
@@ -29,6 +30,10 @@ class DynamicRope:
 
     name = "dynamic"
     api_version = 1
+    hf_keys: ClassVar[dict[str, bool]] = {
+        "factor": True,
+        "alpha": False,
+    }
     defaults: ClassVar[dict[str, object]] = {"alpha": None}
 
     def validate(self, spec: RopeSpec) -> None:

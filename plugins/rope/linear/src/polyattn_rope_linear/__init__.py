@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from polyattn import RopeFrequencies, RopeSpec
@@ -20,6 +22,9 @@ class LinearRope:
 
     name = "linear"
     api_version = 1
+    hf_keys: ClassVar[dict[str, bool]] = {
+        "factor": True,
+    }
 
     def validate(self, spec: RopeSpec) -> None:
         """Refuse parameters other than a ``factor`` >= 1."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,12 @@ class Llama3Rope:
 
     name = "llama3"
     api_version = 1
+    hf_keys: ClassVar[dict[str, bool]] = {
+        "factor": True,
+        "low_freq_factor": True,
+        "high_freq_factor": True,
+        "original_max_position_embeddings": True,
+    }
 
     def validate(self, spec: RopeSpec) -> None:
         """Refuse a spec whose parameters are absent, out of range or contradict each other."""

@@ -32,6 +32,15 @@ class LongRope:
 
     name = "longrope"
     api_version = 1
+    hf_keys: ClassVar[dict[str, bool]] = {
+        "short_factor": True,
+        "long_factor": True,
+        "original_max_position_embeddings": True,
+        "attention_factor": False,
+        "factor": False,
+        "short_mscale": False,
+        "long_mscale": False,
+    }
     defaults: ClassVar[dict[str, object]] = {
         "factor": None,
         "attention_factor": None,

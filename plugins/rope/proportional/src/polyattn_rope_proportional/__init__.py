@@ -24,6 +24,10 @@ class ProportionalRope:
 
     name = "proportional"
     api_version = 1
+    hf_keys: ClassVar[dict[str, bool]] = {
+        "partial_rotary_factor": True,
+        "factor": False,
+    }
     defaults: ClassVar[dict[str, object]] = {"factor": 1.0}
 
     def validate(self, spec: RopeSpec) -> None:

@@ -40,6 +40,16 @@ class YarnRope:
 
     name = "yarn"
     api_version = 1
+    hf_keys: ClassVar[dict[str, bool]] = {
+        "factor": True,
+        "original_max_position_embeddings": True,
+        "attention_factor": False,
+        "beta_fast": False,
+        "beta_slow": False,
+        "mscale": False,
+        "mscale_all_dim": False,
+        "truncate": False,
+    }
     defaults: ClassVar[dict[str, object]] = {
         "beta_fast": 32.0,
         "beta_slow": 1.0,
