@@ -181,6 +181,12 @@ def test_a_layout_of_other_lengths_is_blamed_itself(backend):
         polyattn.attention(*tensors(), MaskLayout.causal(4), backend=backend)
 
 
+def test_heads_and_length_in_the_other_order_are_named(backend):
+    x = torch.zeros(2, 5, 4, 8)
+    with pytest.raises(LayoutError, match=r"q, k and v are \[B, heads, length, width\]: call .transpose\(1, 2\) on"):
+        polyattn.attention(x, x, x, MaskLayout.causal(5), backend=backend)
+
+
 def test_return_lse_is_a_bool(backend):
     with pytest.raises(AttentionInputError, match="return_lse must be True or False, got 'yes'"):
         polyattn.attention(*tensors(), MaskLayout.causal(5, 7), backend=backend, return_lse="yes")

@@ -44,6 +44,10 @@ REFUSED = {
     "mask of ones and zeros": (lambda: MaskLayout.padded(IDS), r"kv_valid .* got torch.int64; call .bool\(\)"),
     "mask of rank 3": (lambda: MaskLayout.dense(VALID[None]), r"mask must be .* got shape \[1, 2, 4\]; .*unsqueeze"),
     "kv_valid of rank 1": (lambda: MaskLayout.padded(VALID[0]), r"kv_valid must be .* got shape \[4\]"),
+    "lengths given as kv_valid": (
+        lambda: MaskLayout.padded([3, 4]),
+        r"kv_valid must be a tensor Bool.*got list; .* valid keys as padded\(lengths=..., kv_len=...\)",
+    ),
     "mask that is a list": (lambda: MaskLayout.dense([[True]]), "mask must be a tensor Bool.*got list"),
     "unknown visibility": (lambda: MaskLayout(2, 2, visibility="causal"), "visibility must be .* got str"),
     "mask_mod that is no function": (

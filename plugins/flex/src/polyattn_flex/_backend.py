@@ -94,7 +94,8 @@ class FlexBackend(BackendBase):
         dead = layout.rows_without_keys(device).unsqueeze(-1) if backward and layout.may_have_dead_rows else None
         unseen = _unseen_keys(layout, request) if layout.may_have_unseen_keys else None
         if not self.options.compiled:
-            _warn_uncompiled()
+            if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
+                _warn_uncompiled()
             return FlexPlan(dense=layout.to_dense(device), dead=dead, unseen=unseen)
         ranges = layout.key_ranges()
         if ranges is not None:
