@@ -187,7 +187,7 @@ def _compare(config_path: Path, out: Path) -> None:
     report.plot(reports, out / CURVES)
     console.print(f"Largest difference between the loss curves: {difference:.2e} (at most {report.LIMIT:g} allowed)")
     console.print(f"Both curves: {out / CURVES}")
-    if not difference <= report.LIMIT:  # a NaN is no agreement
+    if not difference <= report.LIMIT:  # a NaN is not an agreement
         raise SystemExit(1)
 
 
