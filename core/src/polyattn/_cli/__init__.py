@@ -65,6 +65,15 @@ class _Commands(click.Group):
                 return super().invoke(ctx)
         except PolyattnError as error:
             raise _Refusal(str(error)) from error
+        except (MemoryError, RuntimeError) as error:
+            if not lacks_memory(error):
+                raise
+            raise _Refusal("there is not enough memory for what was asked; give smaller numbers") from error
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether ``error`` says that memory on the host could not be had; torch has no type for it."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from polyattn._cli import lacks_memory
 from polyattn._numbers import shown
 
 if TYPE_CHECKING:
@@ -74,9 +75,9 @@ def layout_options(command: _Function) -> _Function:
         try:
             return command(*arguments, **given)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch has no type for it
-                raise click.UsageError(_too_large(given)) from error
-            raise
+            if not lacks_memory(error):
+                raise
+            raise click.UsageError(_too_large(given)) from error
 
     for option in reversed(_OPTIONS):
         within_memory = option(within_memory)

@@ -27,7 +27,7 @@ def save(figure: Figure, path: str, option: str) -> None:
         _write(Path(path), picture.getvalue())
     except OSError as error:
         raise PolyattnError(f"{option} cannot write {shown(path)}: {error.strerror}; name another file") from error
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # an unknown format, or one whose program is not installed
         raise PolyattnError(f"{option} cannot write {shown(path)}: {shortened(str(error), 200)}") from error
 
 

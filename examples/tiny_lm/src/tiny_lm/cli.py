@@ -57,6 +57,11 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except (polyattn.PolyattnError, checkpoint.CheckpointError, FolderError, OSError) as error:
             raise BadInput(str(error)) from error
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):  # torch has no type
+                raise
+            text = "there is not enough memory; take a smaller model, fewer rows or a shorter row_length"
+            raise BadInput(text) from error
         except KeyboardInterrupt:
             raise SystemExit(INTERRUPTED) from None
 
