@@ -33,8 +33,8 @@ def refuse_what_is_there(out: Path, files: Sequence[str], cure: str, written: Se
         written: names of all results that the run will write.
 
     Raises:
-        FolderError: ``out`` cannot be a path, ``out`` or one of its parents is a file, a folder has the name of a result, or one of ``files`` is
-            there.
+        FolderError: ``out`` cannot be a path, it or one of its parents is a file, a folder has the name of a result, or
+            one of ``files`` is there.
     """
     try:
         out.exists()
