@@ -33,7 +33,7 @@ from polyattn._rope.spec import RopeSpec
 from polyattn._rope.variant import is_float32
 
 CONVENTIONS = ("serving", "dflash", "eagle")
-#: Keys that may stand beside every type. ``llama_4_scaling_beta`` scales queries and is no business of the rotation.
+#: Keys that may stand beside every type. ``llama_4_scaling_beta`` scales queries and does not concern the rotation.
 _COMMON = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", "llama_4_scaling_beta"),
     *("mrope_section", "mrope_interleaved", "mrope_interleaved_glm"),
@@ -101,7 +101,7 @@ def write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
     width = "qk_rope_head_dim" if model_type in classes()["keys"]["qk_rope_head_dim"] else "head_dim"
     data: dict[str, Any] = {"model_type": model_type, width: spec.head_dim}
     if spec.variant not in KEYS:
-        fault(data, f"variant '{spec.variant}' is no rope_type there; those are {', '.join(KEYS)}")
+        fault(data, f"variant '{spec.variant}' is not a rope_type there; those are {', '.join(KEYS)}")
     data |= {key: values[0] for key, values in classes()["rotates_if"].get(model_type, {}).items()}
     refuse_class(data)
     if model_type in classes()["rope_interleave"]:
@@ -274,5 +274,5 @@ def _axes(data: Mapping[str, Any], entry: Mapping[str, Any]) -> RopeAxes | None:
             fault(data, "'mrope_section' is missing beside mrope_interleaved")
         return None
     if model_class(data) == "hunyuan_vl_text":
-        fault(data, "mrope_section is not supported: this class cuts channels, not pairs of them, which is no rotation")
+        fault(data, "mrope_section is not supported: this class cuts channels, not pairs; that is not a rotation")
     return RopeAxes(reordered(sections, layout, to_hf=False), layout)

@@ -95,7 +95,7 @@ class FlashBackend(BackendBase):
         return tuple(r if r.hint else dataclasses.replace(r, hint=_HINTS.get(r.feature, "")) for r in reasons)
 
     def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
-        """Limits of the provider, of head widths, and of structures that are no sequences."""
+        """Limits of the provider, of head widths, and of structures that are not sequences."""
         provider, _ = providers.choose(self.options.provider, request.device)
         return (
             *provider.limits(request, deterministic=self._deterministic(request)),

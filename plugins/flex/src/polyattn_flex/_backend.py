@@ -36,7 +36,7 @@ class FlexPlan:
         blocks: the tiles that the kernel visits; ``None`` where nothing is compiled.
         ranges: what the kernel evaluates in partial tiles: the first key of each query and the one after its last,
             two ``Int32[B|1, Q]``;
-        dense: or, where a query's keys are no run, ``Bool[B|1, H|1, Q, K]``; or neither, and it is the layout's own
+        dense: or, where a query's keys are not a run, ``Bool[B|1, H|1, Q, K]``; or neither, and it is the layout's own
             function.
         dead: ``Bool[B|1, H|1, Q, 1]``, rows that see nothing, where gradients have to be kept from them.
         unseen: ``Bool[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` when there are none.
