@@ -70,7 +70,7 @@ def block_diffusion(
             ``mask_mod``.
 
     Raises:
-        ValueError: ``anchors`` is no integer matrix, a size is too small, or a mask of validity has another form.
+        ValueError: ``anchors`` is not an integer matrix, a size is too small, or a mask of validity has another form.
     """
     if anchors.dim() != 2 or anchors.is_floating_point() or anchors.dtype is torch.bool:
         raise ValueError(f"anchors must be Int[B, N], got {anchors.dtype} {tuple(anchors.shape)}")

@@ -43,7 +43,7 @@ def drawn(seed):
     prefix = min(abs(near()), 2**63 - 1) if causal and rng.random() < 0.3 else None
 
     def sees(i, j):
-        # A window beyond the dtype of positions is none.
+        # A window beyond the dtype of positions hides nothing.
         near_enough = window is None or window > limit or abs(i - j) < window
         before = not causal or j <= i or (prefix is not None and j < prefix)
         return near_enough and before and (chunk is None or i // chunk == j // chunk)

@@ -221,6 +221,17 @@ def test_the_uncompiled_form_warns_once(uncompiled):
     uncompiled.prepare(MaskLayout.causal(5), _request())  # a second warning would be an error
 
 
+def test_the_uncompiled_form_is_prepared_inside_a_compiled_function(uncompiled):
+    q, k, v = _qkv(9)
+
+    def output(q, layout):
+        return attention(q, k, v, layout, backend=uncompiled).output
+
+    layout = MaskLayout.packed([4, 5], window=3)
+    compiled = torch.compile(output, backend="eager", fullgraph=True)(q, layout)
+    torch.testing.assert_close(compiled, attention(q, k, v, layout, backend="eager").output)
+
+
 @pytest.mark.usefixtures("quiet")
 def test_the_uncompiled_form_is_what_flex_attention_computes_without_a_compiler(uncompiled):
     q, k, v = _qkv(9)

@@ -365,6 +365,8 @@ def test_transforms_and_second_derivatives_name_eager(layout):
 
     with pytest.raises(NotImplementedError, match=r"'sdpa' has no second derivatives.*'eager'"):
         torch.autograd.grad(output(q).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"'sdpa' takes no batched gradients .*'eager'"):
+        torch.autograd.functional.jacobian(output, q, vectorize=True)
     with pytest.raises(NotImplementedError, match=r"torch.func transforms .*'eager'"):
         torch.func.grad(lambda q: output(q).sum())(q)
     with pytest.raises(NotImplementedError, match=r"'eager'"):

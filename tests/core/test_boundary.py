@@ -68,7 +68,7 @@ def test_features_cannot_be_slipped_in_or_left_out(backend):
         prepared_for(backend, has_sinks=True)(*tensors())
 
 
-def test_what_prepare_decides_is_no_argument_of_the_call(backend):
+def test_what_prepare_decides_is_not_an_argument_of_the_call(backend):
     for name in ("softcap", "scale", "dropout_p", "window"):
         with pytest.raises(TypeError, match=name):
             prepared_for(backend)(*tensors(), **{name: 0.5})
@@ -145,7 +145,7 @@ def test_a_length_beyond_any_tensor_is_refused(make):
 
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "auto"])
-def test_a_raw_mask_is_no_layout(name):
+def test_a_raw_mask_is_not_a_layout(name):
     with pytest.raises(LayoutError, match=r"must be a MaskLayout, got Tensor; .* MaskLayout.dense\(mask\)"):
         polyattn.attention(*tensors(), torch.ones(5, 7, dtype=torch.bool), backend=name)
 
@@ -168,7 +168,7 @@ def test_a_float_mask_is_pointed_to_the_bias():
         MaskLayout.dense(torch.zeros(5, 7))
 
 
-def test_what_is_no_tensor_is_named(backend):
+def test_what_is_not_a_tensor_is_named(backend):
     q, k, v = tensors()
     with pytest.raises(AttentionInputError, match=r"k must be a torch.Tensor, got list"):
         prepared_for(backend)(q, [1.0], v)
@@ -179,6 +179,12 @@ def test_what_is_no_tensor_is_named(backend):
 def test_a_layout_of_other_lengths_is_blamed_itself(backend):
     with pytest.raises(LayoutError, match="layout must have q_len=5 and kv_len=7 for these q and k, got q_len=4 and"):
         polyattn.attention(*tensors(), MaskLayout.causal(4), backend=backend)
+
+
+def test_heads_and_length_in_the_other_order_are_named(backend):
+    x = torch.zeros(2, 5, 4, 8)
+    with pytest.raises(LayoutError, match=r"q, k and v are \[B, heads, length, width\]: call .transpose\(1, 2\) on"):
+        polyattn.attention(x, x, x, MaskLayout.causal(5), backend=backend)
 
 
 def test_return_lse_is_a_bool(backend):

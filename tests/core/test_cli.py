@@ -383,7 +383,7 @@ def test_a_picture_that_cannot_be_written_is_refused_by_its_path(tmp_path):
     for name in ("no/folder.png", "picture.zzz"):
         result = polyattn("mask", "causal", "--out", tmp_path / name)
         assert result.exit_code == 2, result.output
-        assert f"--out cannot write {tmp_path / name}: " in result.output
+        assert f"--out cannot write '{tmp_path / name}': " in result.output
     assert polyattn("mask", "causal", "--out", tmp_path / "bare").exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 

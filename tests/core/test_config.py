@@ -393,7 +393,7 @@ def test_a_number_too_large_for_anything_is_a_fault_of_its_key_or_of_the_file(tm
     assert key in str(caught.value) or "cannot be read: Exceeds the limit" in str(caught.value)
 
 
-def test_a_window_wider_than_any_position_is_no_window():
+def test_a_window_wider_than_any_position_is_not_a_window():
     config = AttentionConfig(attn_backend="sdpa", window=2**70, **SIZES)
     layer, plain = config.layer(0).build(), AttentionConfig(attn_backend="sdpa", **SIZES).layer(0).build()
     plain.load_state_dict(layer.state_dict())

@@ -182,7 +182,7 @@ def test_a_malformed_value_is_kept_as_a_fault(value, site, make_dist):
     assert "'module:attribute'" in fault
 
 
-def test_a_line_that_is_no_entry_point_is_kept_as_a_fault(site, make_dist):
+def test_a_line_that_is_not_an_entry_point_is_kept_as_a_fault(site, make_dist):
     make_dist(
         "acme-attention", entry_points="[polyattn.backends]\n# comment\n; comment\n\nacme\n[other]\nx = y\n"
     ).unpack(site)
@@ -258,7 +258,7 @@ def test_a_section_that_was_meant_for_a_group_and_is_not_one_is_a_problem_that_n
 
 
 @pytest.mark.parametrize("other", ["[polyattn.readers]", "[polyattn.scopes]", "[console_scripts]", "[polyattn.hooks]"])
-def test_a_section_of_somebody_else_or_of_a_later_release_is_no_problem(other, site, make_dist):
+def test_a_section_of_somebody_else_or_of_a_later_release_is_not_a_problem(other, site, make_dist):
     make_dist.backend("acme-attention", "acme").unpack(site)
     (file,) = site.glob("acme*.dist-info/entry_points.txt")
     file.write_text(f"{other}\nacme = acme_attention\n")

@@ -316,7 +316,7 @@ def test_queries_in_a_few_runs_have_a_block_each():
     assert layout.to_blocks()[1:].tolist() == [[0, 0, 2, 0, 2, 0, 1], [0, 2, 4, 0, 8, 6, 1]]
 
 
-def test_positions_that_wrap_are_no_run():
+def test_positions_that_wrap_are_not_a_run():
     limit = 2**63 - 1
     mask = StructuredMask(
         causal=True, q_positions=torch.tensor([[limit, -limit - 1]]), kv_positions=torch.tensor([[0]])

@@ -32,8 +32,8 @@ REFUSED = {
     "with_window 0": (lambda: MaskLayout.causal(3).with_window(0), "window .* must be an int >= 1, got 0"),
     "float window": (lambda: MaskLayout.causal(3, window=2.0), "window .* must be an int >= 1, got 2.0"),
     "chunk 0": (lambda: MaskLayout.chunked(0, 3), "chunk_size must be an int >= 1, got 0"),
-    "causal that is no bool": (lambda: StructuredMask(causal=1), "causal must be True or False, got 1"),
-    "validate that is no bool": (lambda: MaskLayout(2, 2, validate=0), "validate must be True or False, got 0"),
+    "causal that is not a bool": (lambda: StructuredMask(causal=1), "causal must be True or False, got 1"),
+    "validate that is not a bool": (lambda: MaskLayout(2, 2, validate=0), "validate must be True or False, got 0"),
     "float mask": (lambda: MaskLayout.dense(FLOATS), r"mask must be Bool.*got torch.float32.*bias=, where -inf blocks"),
     "float drop mask": (lambda: MaskLayout.from_drop_mask(FLOATS), r"mask must be Bool.*bias="),
     "float kv_valid": (lambda: MaskLayout.padded(FLOATS), r"kv_valid must be Bool\[B\|1, K\].*float32.*bias="),
@@ -44,9 +44,13 @@ REFUSED = {
     "mask of ones and zeros": (lambda: MaskLayout.padded(IDS), r"kv_valid .* got torch.int64; call .bool\(\)"),
     "mask of rank 3": (lambda: MaskLayout.dense(VALID[None]), r"mask must be .* got shape \[1, 2, 4\]; .*unsqueeze"),
     "kv_valid of rank 1": (lambda: MaskLayout.padded(VALID[0]), r"kv_valid must be .* got shape \[4\]"),
+    "lengths given as kv_valid": (
+        lambda: MaskLayout.padded([3, 4]),
+        r"kv_valid must be a tensor Bool.*got list; .* valid keys as padded\(lengths=..., kv_len=...\)",
+    ),
     "mask that is a list": (lambda: MaskLayout.dense([[True]]), "mask must be a tensor Bool.*got list"),
     "unknown visibility": (lambda: MaskLayout(2, 2, visibility="causal"), "visibility must be .* got str"),
-    "mask_mod that is no function": (
+    "mask_mod that is not a function": (
         lambda: MaskLayout.from_mod(3, q_len=2, kv_len=2),
         r"mask_mod must be a function \(b, h, q_idx, kv_idx\) -> Bool, got int",
     ),
@@ -228,7 +232,10 @@ REFUSED = {
     ),
     "bools as index": (lambda: MaskLayout.causal(2).select_keys([True, False]), "index must be ints"),
     "bool tensor as index": (lambda: MaskLayout.causal(4).select_keys(VALID[0]), "index must be Int.*got torch.bool"),
-    "heads that are no slice": (lambda: MaskLayout.causal(2).select_heads(0), "index must be a slice of heads, got 0"),
+    "heads that are not a slice": (
+        lambda: MaskLayout.causal(2).select_heads(0),
+        "index must be a slice of heads, got 0",
+    ),
     "intersection of different lengths": (
         lambda: MaskLayout.causal(3) & MaskLayout.causal(3, 4),
         "joined with & must fit each other: kv_len must be equal, got 3 and 4",

@@ -219,7 +219,7 @@ def test_auto_is_not_a_backend(bare):
     assert "get one by its name" in text_of(bare, "auto")
 
 
-def test_a_name_that_is_no_string_is_an_error_of_its_own(isolated_registry):
+def test_a_name_that_is_not_a_string_is_an_error_of_its_own(isolated_registry):
     with pytest.raises(UnknownBackendError, match="must be a str, got 3"):
         isolated_registry.get(3)
 
@@ -303,7 +303,7 @@ def test_rope_variants_are_checked_by_their_own_contract(isolated_registry):
     rope = polyattn.registry.registry.Registry(polyattn.rope_variants._contract)
     rope.register("spiral", Variant())
     assert rope.get("spiral").name == "spiral"
-    with pytest.raises(BackendLoadError, match=r"Fake is no RoPE variant: .*Fake lacks validate, frequencies"):
+    with pytest.raises(BackendLoadError, match=r"Fake is not a valid RoPE variant: .*Fake lacks validate, frequencies"):
         rope.register("fake", Fake())
 
 
@@ -344,7 +344,7 @@ def changed(**attributes):
         ),
     ],
 )
-def test_an_object_that_is_no_backend_is_refused_with_what_it_lacks(obj, error, said, isolated_registry):
+def test_an_object_that_is_not_a_backend_is_refused_with_what_it_lacks(obj, error, said, isolated_registry):
     with pytest.raises(error) as refusal:
         isolated_registry.register("fake", obj)
     assert said in str(refusal.value)
@@ -367,8 +367,8 @@ def test_resolve_takes_a_name_or_an_object(isolated_registry):
     assert isolated_registry.resolve(other) is other
 
 
-def test_resolve_refuses_what_is_no_backend(isolated_registry):
-    with pytest.raises(BackendLoadError, match=r"builtins\.int is no backend: builtins\.int lacks name"):
+def test_resolve_refuses_what_is_not_a_backend(isolated_registry):
+    with pytest.raises(BackendLoadError, match=r"builtins\.int is not a valid backend: builtins\.int lacks name"):
         isolated_registry.resolve(3)
     with pytest.raises(BackendLoadError, match="Fake is a class; give an instance"):
         isolated_registry.resolve(Fake)

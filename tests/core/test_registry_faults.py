@@ -260,7 +260,7 @@ if hasattr(os, "fork"):
     code = """
 from polyattn import backends
 print(backends.get("acme").name)
-backends.refresh()  # also with what is no folder on the path
+backends.refresh()  # also with what is not a folder on the path
 print(backends.get("other").name, "sdpa" in backends.names())
 """
     assert run_python(code, path=[tmp_path / "site"]).stdout.split() == ["acme", "other", "True"]
@@ -304,7 +304,7 @@ except polyattn.BackendLoadError as error: print(error.dist, error)
     assert "-dist" in done.stdout.split()[0]
 
 
-def test_illegal_names_are_warned_about_once_and_are_no_names(hostile, run_python):
+def test_illegal_names_are_warned_about_once_and_are_not_names(hostile, run_python):
     code = (
         "import polyattn; print(polyattn.backends.names()); polyattn.rope_variants.names(); polyattn.backends.names()"
     )

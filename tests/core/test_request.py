@@ -82,7 +82,7 @@ def test_every_fault_of_the_shapes_is_in_one_message():
     assert "Hq=3" in str(caught.value)
 
 
-def test_integers_and_lists_are_no_queries():
+def test_integers_and_lists_are_not_queries():
     with pytest.raises(AttentionInputError, match=r"must be float64, float32, bfloat16 or float16, got torch.int64"):
         AttentionRequest.of(*tensors(dtype=torch.int64))
     with pytest.raises(AttentionInputError, match=r"k must be a torch.Tensor, got list"):
@@ -96,9 +96,12 @@ def test_integers_and_lists_are_no_queries():
         ({"softcap": -1.0}, "got -1.0"),
         ({"softcap": float("nan")}, "got nan"),
         ({"softcap": 10**400}, "softcap must be a positive finite number or None, got an int of 1329 bits"),
-        ({"softcap": 1e39}, r"got 1e\+39, which is none in FP32, in which scores are computed \(at most 3.403e\+38\)"),
+        (
+            {"softcap": 1e39},
+            r"got 1e\+39, which is not finite in FP32, in which scores are computed \(at most 3.403e\+38\)",
+        ),
         ({"scale": -(10**400)}, "scale must be a finite number or None, got an int of 1329 bits"),
-        ({"scale": 1e300}, r"got 1e\+300, which is none in FP32"),
+        ({"scale": 1e300}, r"got 1e\+300, which is not finite in FP32"),
         ({"scale": True}, "scale must be a finite number or None, got True"),
         ({"dropout_p": 10**400}, r"dropout_p must lie in \[0, 1\), got an int of 1329 bits"),
         ({"scale": float("inf")}, "scale must be a finite number or None, got inf"),

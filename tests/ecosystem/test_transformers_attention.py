@@ -112,7 +112,7 @@ def test_keys_before_the_queries_are_a_prefix_that_all_queries_see(backend):
     assert not torch.allclose(theirs, want, atol=1e-1)
 
 
-def test_a_boolean_prefix_mask_is_no_number():
+def test_a_boolean_prefix_mask_is_not_a_number():
     # transformers' eager attention adds True and False to the scores.
     prefix = MaskLayout.prefix_lm(4, 11).to_dense()
     with torch.no_grad():

@@ -180,7 +180,7 @@ def test_a_causal_window_is_its_size_and_a_bidirectional_one_counts_both_ends():
 @pytest.mark.parametrize(
     "function",
     [
-        hf.sliding_window_overlay(3),  # one-sided: without the causal rule it is no rule about distance
+        hf.sliding_window_overlay(3),  # one-sided: without the causal rule it is not a rule about distance
         hf.or_masks(hf.causal_mask_function, hf.sliding_window_overlay(3)),
         hf.and_masks(hf.causal_mask_function, vertical),
         hf.and_masks(

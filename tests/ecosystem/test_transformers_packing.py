@@ -121,7 +121,7 @@ def test_one_description_serves_every_row():
     assert torch.allclose(logits[1, 3:5], alone(model, rows[1:], 3, 5)[0], atol=2e-5)
 
 
-def test_padding_around_packed_documents_is_no_document():
+def test_padding_around_packed_documents_is_not_a_document():
     model, row = model_of("llama", "polyattn_sdpa"), tokens()
     mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0, 0]])
     positions = torch.tensor([[1, 0, 1, 0, 1, 2, 3, 1, 1]])  # padding is counted as generation does
@@ -181,7 +181,7 @@ def test_the_text_row_of_multi_axis_positions_says_where_documents_lie():
     for extra in ({}, {"attention_mask": ONES}, {"use_cache": True}):
         logits = run(model, input_ids=row, position_ids=four, **extra)
         assert torch.allclose(logits[:, 3:5], alone(model, row, 3, 5), atol=2e-5)
-    # Three rows are axes without text; they describe no documents, and are no offsets either.
+    # Three rows are axes without text; they describe no documents, and they are not offsets either.
     for name in ("polyattn_sdpa", "eager"):
         want = run(model_of("qwen2_vl", name), input_ids=row, position_ids=POSITIONS.expand(3, 1, TOTAL))
         logits = run(model, input_ids=row, position_ids=POSITIONS.expand(3, 1, TOTAL))
@@ -302,7 +302,7 @@ def test_a_packed_mask_equals_itself_and_no_number():
 
 
 @pytest.mark.parametrize("device", ["foo", 3.5, []])
-def test_what_is_no_device_is_refused(device):
+def test_what_is_not_a_device_is_refused(device):
     with pytest.raises(
         LayoutError, match=r"device must be a device of torch, such as 'cuda' or .*, got ('foo'|3.5|\[\])"
     ):

@@ -128,7 +128,8 @@ def test_rows_hold_documents_end_to_end():
     [
         ({"atn_backend": "sdpa"}, "atn_backend is unknown; known are attn_backend, backend_options, steps"),
         ({"steps": "ten"}, "steps must be of type int, got 'ten'"),
-        ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
+        ({"learning_rate": 0.0}, "learning_rate must be positive and finite, got 0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be positive and finite, got nan"),
     ],
 )
 def test_a_mistake_in_the_config_is_one_message(change, problem, tmp_path):

@@ -12,7 +12,7 @@ import torch
 import polyattn
 from polyattn import AttentionScope, GroupedQueryAttention, MaskLayout, RopeSpec, UnsupportedAttentionError
 
-# It is no part of the workspace, so it is not installed.
+# It is not a part of the workspace, so it is not installed.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "block_diffusion"))
 
 import block_diffusion as example

@@ -14,7 +14,7 @@ import torch
 import polyattn
 from polyattn import MaskLayout, hooks
 
-# It is no part of the workspace, so it is not installed.
+# It is not a part of the workspace, so it is not installed.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "chrome_trace" / "src"))
 
 from polyattn_chrome_trace import VARIABLE, Tracer
@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "chrome_trace"
 def tracer(tmp_path):
     """A registered tracer that writes into this test's folder."""
     for name in ("eager", "sdpa"):
-        polyattn.backends.get(name)  # so that loading it is no event of the test
+        polyattn.backends.get(name)  # so that loading it is not an event of the test
     tracer = Tracer(tmp_path / "traces")
     hooks.register(tracer, "chrome trace")
     yield tracer

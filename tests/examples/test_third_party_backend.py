@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import polyattn
 from polyattn import AttentionRequest, ConfigError, MaskLayout, UnsupportedAttentionError
 
-# It is no part of the workspace, so it is not installed.
+# It is not a part of the workspace, so it is not installed.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "third_party_backend" / "src"))
 
 from polyattn_online_softmax import OnlineSoftmaxBackend, _algorithm

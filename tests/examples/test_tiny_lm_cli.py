@@ -84,10 +84,10 @@ BAD_CONFIGS = {
     ),
     "a truth value for a number": ({"steps": True}, ["steps must be a whole number of at least 1, got True"]),
     "out of range": ({"steps": 0}, ["steps must be a whole number of at least 1, got 0"]),
-    "a section that is none": ({"model": 3}, ["model must be a mapping of layers, hidden_size,", "got 3"]),
+    "a section that is not a mapping": ({"model": 3}, ["model must be a mapping of layers, hidden_size,", "got 3"]),
     "a missing section": ({"model": None}, ["model must be a mapping", "got None"]),
     "a batch larger than the text": ({"data": {"rows": 10**6, "row_length": 512}}, ["a text of"]),
-    "a rope that is no mapping": ({"rope": "default"}, ["rope", "mapping", "str"]),
+    "a rope that is not a mapping": ({"rope": "default"}, ["rope", "mapping", "str"]),
     "a number that no machine has": ({"steps": 10**400}, ["steps must be a whole number of at least 1 and below 2147"]),
     "a width that no machine has": (
         {"softcap": 10**400, "window": 0},
@@ -141,7 +141,7 @@ def test_heads_that_do_not_divide_are_refused_with_both_numbers(tiny_lm, setting
 @pytest.mark.parametrize(
     "content", [b"- a list", b"", b"a: [1", b"\xff\xfe\x00"], ids=["list", "empty", "cut", "binary"]
 )
-def test_a_file_that_is_no_yaml_mapping_is_refused_by_name(tiny_lm, tmp_path, content):
+def test_a_file_that_is_not_a_yaml_mapping_is_refused_by_name(tiny_lm, tmp_path, content):
     path = tmp_path / "run.yaml"
     path.write_bytes(content)
     assert str(path) in refused(tiny_lm("train", path, "--out", tmp_path / "out")).replace(" ", "")

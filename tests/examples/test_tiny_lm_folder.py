@@ -126,3 +126,17 @@ def test_sigterm_reaches_the_run_that_the_demo_started(settings, write_config, t
     assert _train_in_process(path, "eager", tmp_path / "out", stop) == 143
     asking.join()
     assert checkpoint.load(tmp_path / "out" / "checkpoint.pt")["losses"] == Report.read(tmp_path / "out").losses
+
+
+def test_a_folder_whose_name_is_too_long_is_refused_in_short(settings, write_config):
+    result = CliRunner().invoke(commands, ["train", str(write_config(settings)), "--out", "x" * 5000])
+    assert "File name too long; give another --out" in message(result)
+    assert len(result.output) < 400
+
+
+def test_a_model_that_does_not_fit_into_memory_is_refused(train, monkeypatch):
+    def full(*_arguments):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(Run, "__init__", full)
+    assert "there is not enough memory; take a smaller model" in message(train())

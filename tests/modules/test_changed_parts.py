@@ -125,7 +125,7 @@ def test_setting_what_a_layer_was_built_with_is_refused_with_the_way_out():
 
 
 @pytest.mark.parametrize("name", ["q_norm", "k_norm", "rotary", "sinks"])
-def test_a_part_that_is_no_module_is_refused(name):
+def test_a_part_that_is_not_a_module_is_refused(name):
     with pytest.raises(AttentionInputError, match=f"{name} must be .* got bool"):
         setattr(layer_of(sinks=True, qk_norm=NORM), name, True)
     with pytest.raises(AttentionInputError, match=f"{name} must be None in a layer that was built without, got bool"):

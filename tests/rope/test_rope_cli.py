@@ -104,7 +104,7 @@ def test_a_refusal_names_the_file_and_the_key(config, changes, text):
     assert text in result.output
 
 
-def test_a_file_that_is_no_json_is_refused(tmp_path):
+def test_a_file_that_is_not_json_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text("rope: yes", encoding="utf-8")
     result = rope(path)

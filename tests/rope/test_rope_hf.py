@@ -480,7 +480,7 @@ def test_null_betas_are_their_defaults_and_a_null_factor_is_refused():
         RopeSpec.from_hf(v4({**yarn, "factor": None}))
 
 
-def test_deepseek_yarn_is_no_type_of_a_dictionary():
+def test_deepseek_yarn_is_not_a_type_of_a_dictionary():
     with pytest.raises(RopeConfigError, match=r"rope_type must be one of .*, got 'deepseek_yarn'"):
         RopeSpec.from_hf(v4({"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32}))
 
@@ -489,7 +489,7 @@ def test_a_null_type_is_plain_rope():
     assert RopeSpec.from_hf(v4({"type": None, "rope_type": None})) == RopeSpec.from_hf(PLAIN)
 
 
-def test_a_layer_type_that_is_no_name_is_refused():
+def test_a_layer_type_that_is_not_a_name_is_refused():
     config = {**PLAIN, "rope_theta": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}
     with pytest.raises(RopeConfigError, match=r"layer_type must be one of 'full_attention', got \['full_attention'\]"):
         RopeSpec.from_hf(config, layer_type=["full_attention"])

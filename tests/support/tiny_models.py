@@ -267,7 +267,7 @@ def model_of(name: str, implementation: str = "eager", **changes: Any) -> Any:
 
 
 def live_tokens(inputs: dict[str, Tensor]) -> Tensor:
-    """Which places of the logits count: those of a text that is no padding, and all of a decoder's."""
+    """Which places of the logits count: those of a text that is not padding, and all of a decoder's."""
     if "decoder_input_ids" in inputs:
         return torch.ones_like(inputs["decoder_input_ids"], dtype=torch.bool)
     mask = inputs.get("attention_mask")

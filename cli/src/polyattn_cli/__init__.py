@@ -10,6 +10,7 @@ import contextlib
 import errno
 import faulthandler
 import importlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from pathlib import Path
 import click
 
 from polyattn import PolyattnError, __version__
+from polyattn.messages import shortened
 
+_LONGEST = 400  # characters of a message about arguments
 #: Subcommand -> where its click command is, and its line in ``polyattn --help``.
 COMMANDS = {
     "bench": ("polyattn_cli.bench:bench", "Time backends side by side."),
@@ -51,11 +54,37 @@ class _Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _short_errors():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> object:
         try:
-            return super().invoke(ctx)
+            with _short_errors():
+                return super().invoke(ctx)
         except PolyattnError as error:
             raise _Refusal(str(error)) from error
+        except (MemoryError, RuntimeError) as error:
+            if not lacks_memory(error):
+                raise
+            raise _Refusal("there is not enough memory for what was asked; give smaller numbers") from error
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether ``error`` says that memory on the host could not be had; torch has no type for it."""
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+@contextlib.contextmanager
+def _short_errors() -> Iterator[None]:
+    """Bound the messages of click, which repeat an argument however long it is."""
+    try:
+        yield
+    except click.UsageError as error:
+        message = error.format_message()
+        if len(message) <= _LONGEST:
+            raise
+        raise click.UsageError(shortened(message, _LONGEST), error.ctx) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,6 +116,8 @@ def main() -> None:
         faulthandler.enable()  # a plugin whose native code crashes ends the process; this says where it was
     if sys.stdout is None:  # closed by whoever started the process, who wants the exit status alone
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for the whole life of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path or a summary may hold what a terminal cannot show
     try:
         try:
             cli(prog_name="polyattn")

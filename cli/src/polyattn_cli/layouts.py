@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from polyattn.messages import shown
+from polyattn_cli import lacks_memory
 
 if TYPE_CHECKING:
     from polyattn import MaskLayout
@@ -63,14 +65,40 @@ _OPTIONS = (
 
 
 def layout_options(command: _Function) -> _Function:
-    """Give ``command`` the argument KIND and the options that :func:`build` understands."""
+    """Give ``command`` the argument KIND and the options that :func:`build` understands, and refuse what is too large.
+
+    Most of what a layout needs is made by what asks it, so a lack of memory may show anywhere in the command.
+    """
+
+    @functools.wraps(command)
+    def within_memory(*arguments: Any, **given: Any) -> Any:
+        try:
+            return command(*arguments, **given)
+        except (MemoryError, RuntimeError) as error:
+            if not lacks_memory(error):
+                raise
+            raise click.UsageError(_too_large(given)) from error
+
     for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+        within_memory = option(within_memory)
+    return within_memory  # type: ignore[return-value]
+
+
+def _too_large(given: dict[str, Any]) -> str:
+    sizes = {_flag(name): given[name] for name in ("q_len", "kv_len", "lengths", "chunk_size") if given[name]}
+    got = ", ".join(f"{flag} {shown(value)}" for flag, value in sizes.items()) or "its default sizes"
+    return f"the layout must fit into memory, got {got}; give fewer queries and keys"
 
 
 def build(
-    kind: str, *, q_len: int | None, kv_len: int | None, window: int | None, default_len: int, **given: Any
+    kind: str,
+    *,
+    q_len: int | None,
+    kv_len: int | None,
+    window: int | None,
+    default_len: int,
+    check_size: Callable[[int, int], None] = lambda queries, keys: None,
+    **given: Any,
 ) -> MaskLayout:
     """The layout that the options describe.
 
@@ -80,10 +108,11 @@ def build(
         kv_len: number of keys.
         window: window of any kind of layout.
         default_len: length of a row when neither ``q_len`` nor ``kv_len`` is given.
+        check_size: told the numbers of queries and keys before anything is made; raises when they are too many.
         given: the other options of :func:`layout_options`.
 
     Raises:
-        click.UsageError: an option is missing, or means nothing for this kind.
+        click.UsageError: an option is missing, or means nothing for this kind, or ``check_size`` raises.
         LayoutError: the values contradict each other.
     """
     from polyattn import MaskLayout
@@ -100,7 +129,10 @@ def build(
 
     causal = not given["bidirectional"]
     keys = kv_len if kv_len is not None else (q_len if q_len is not None else default_len)
+    if kind == "packed":
+        keys = sum(needed("lengths"))
     queries = q_len if q_len is not None else keys
+    check_size(queries, keys)
     if kind == "padded":
         layout = MaskLayout.padded(
             lengths=needed("lengths"), kv_len=keys, q_len=q_len, side=given["side"] or "right", causal=causal

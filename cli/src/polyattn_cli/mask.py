@@ -23,16 +23,19 @@ def mask(row: int, out: str | None, **given: Any) -> None:
 
     KIND is the mask.
     """
-    layout = build(**given, default_len=16)
+    layout = build(**given, default_len=16, check_size=_check_size)
     if row >= layout.batch:
         raise click.BadParameter(f"the layout has {layout.batch} batch rows, got row {row}", param_hint="--row")
-    if max(layout.q_len, 64) * max(layout.kv_len, 64) > _MOST**2:
-        raise click.UsageError(
-            f"a mask that is drawn must have at most as many pairs as {_MOST} queries x {_MOST} keys, "
-            f"got {layout.q_len} x {layout.kv_len}; draw a shorter one"
-        )
     if out is None:
         click.echo(f"{layout.describe()}\n{layout.draw(batch=row)}")
         return
     save(layout.plot(batch=row), out, "--out")
     click.echo(f"{layout.describe()}: written to {out}")
+
+
+def _check_size(queries: int, keys: int) -> None:
+    if max(queries, 64) * max(keys, 64) > _MOST**2:
+        raise click.UsageError(
+            f"a mask that is drawn must have at most as many pairs as {_MOST} queries x {_MOST} keys, "
+            f"got {queries} x {keys}; draw a shorter one"
+        )

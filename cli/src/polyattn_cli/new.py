@@ -7,12 +7,14 @@ brings.
 from __future__ import annotations
 
 import datetime as dt
+import os
 from pathlib import Path
 
 import click
 
 from polyattn import PolyattnError, __version__
-from polyattn.registry import BACKENDS, FIRST_PARTY, ROPE, illegal_name
+from polyattn.messages import shown
+from polyattn.registry import BACKENDS, FIRST_PARTY, ROPE, brief, illegal_name
 
 _TEMPLATE = Path(__file__).with_name("template")
 _LONGEST = 100  # the package, its module and its folder are called so
@@ -37,10 +39,12 @@ def new(name: str, rope: bool, into: Path, author: str | None) -> None:
     """
     answers = _answers(name, rope)
     folder = into / answers["dist"]
-    if folder.exists():
+    if os.path.lexists(folder):
         raise click.BadParameter(
             f"{folder} exists and is left as it is; choose another name or --into", param_hint="NAME"
         )
+    if author is not None and not author.isprintable():  # it stands in a TOML file and in a licence
+        raise click.BadParameter(f"must be one line of text, got {shown(author)}", param_hint="--author")
     try:
         import copier
     except ImportError as error:
@@ -55,7 +59,13 @@ def new(name: str, rope: bool, into: Path, author: str | None) -> None:
         "year": dt.datetime.now(dt.timezone.utc).year,
         "core_version": __version__,
     }
-    copier.run_copy(str(_TEMPLATE), folder, data={**answers, **more}, defaults=True, quiet=True)
+    try:
+        copier.run_copy(str(_TEMPLATE), folder, data={**answers, **more}, defaults=True, quiet=True)
+    except (OSError, RuntimeError) as error:  # pathlib raises the latter for a loop of links
+        why = getattr(error, "strerror", None) or brief(error)
+        raise PolyattnError(
+            f"--into must be a folder that one may write to, got {shown(str(into))}: {why}; name another one"
+        ) from error
     steps = [f"cd {folder}", 'pip install --editable ".[test]"', "polyattn list", "pytest"]
     if not rope:
         steps.insert(3, f"polyattn check {answers['name']}")

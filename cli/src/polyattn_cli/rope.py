@@ -68,15 +68,17 @@ def rope(
     if as_json and length is not None and plot is None:
         raise click.UsageError("--json prints no angles, so --length means nothing beside it; leave one of them out")
     specs = [(path, _read(path, reading)) for path in configs]
+    tables = [] if as_json else [_angles(spec, positions, length) for _, spec in specs]
+    if plot is not None:
+        _draw_wavelengths(specs, plot, length)
     if as_json:
         found = [spec.to_dict() for _, spec in specs]
         click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
     else:
-        for path, spec in specs:
+        for (path, spec), (angles, scaling) in zip(specs, tables, strict=True):
             click.echo(f"{path}\n{json.dumps(spec.to_dict(), indent=2)}")
-            _draw_angles(spec, positions, length)
+            _draw_angles(positions, angles, scaling)
     if plot is not None:
-        _draw_wavelengths(specs, plot, length)
         click.echo(f"written to {plot}", err=as_json)
 
 
@@ -114,11 +116,10 @@ def _refuse_other_width(data: dict[str, Any], head_dim: int | None) -> None:
         raise RopeConfigError(f"it says {widths}, which --head-dim {head_dim} contradicts; leave out --head-dim")
 
 
-def _draw_angles(spec: RopeSpec, positions: list[int], length: int | None) -> None:
+def _draw_angles(positions: list[int], angles: list[list[float]], scaling: float) -> None:
     """Angles in radians, lanes spread from the fastest to the slowest, and the factor of cos and sin."""
     from polyattn_cli.table import draw
 
-    angles, scaling = _angles(spec, positions, length)
     count = len(angles[0])
     lanes = sorted({round(i * (count - 1) / max(1, min(_LANES, count) - 1)) for i in range(min(_LANES, count))})
     draw(

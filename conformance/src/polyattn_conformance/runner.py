@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from polyattn import AttentionBackend, ConfigError, backends
+from polyattn.messages import shown
 from polyattn_conformance.checks import CHECKS, Check
 from polyattn_conformance.trial import LeftOut, Trial, one_thread
 
@@ -73,7 +74,9 @@ def start_trial(backend: str | AttentionBackend, device: str | torch.device | No
         try:
             named = torch.device(device)
         except RuntimeError as error:
-            raise ConfigError(f"device must be one that torch knows, such as cpu or cuda:0, got {device!r}") from error
+            raise ConfigError(
+                f"device must be one that torch knows, such as cpu or cuda:0, got {shown(device)}"
+            ) from error
         return Trial(resolved, named)
     trial = Trial(resolved, torch.device("cpu"))
     return Trial(resolved, torch.device("cuda")) if trial.absent and torch.cuda.is_available() else trial
@@ -153,7 +156,7 @@ def check_backend(
     chosen = [check for check in CHECKS if fnmatch.fnmatchcase(check.id, pattern)]
     if not chosen:
         raise ConfigError(
-            f"only must match the id of a check, got {only!r}; the first ones are {', '.join(sorted(known)[:5])}"
+            f"only must match the id of a check, got {shown(only)}; the first ones are {', '.join(sorted(known)[:5])}"
         )
     trial = start_trial(backend, device)
     for check in chosen:

@@ -112,7 +112,7 @@ class PreparedAttention:
         object.__setattr__(self, "autocast_kind", kind if knows_autocast(kind) else None)
         object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
         second_order = "second_order" in getattr(self.backend, "abilities", ())
-        refusal = None if second_order else functools.partial(_derivatives.refuse_second_order, self.backend.name)
+        refusal = None if second_order else functools.partial(_derivatives.refuse_other_derivatives, self.backend.name)
         object.__setattr__(self, "_refusal", refusal)
         if not torch.compiler.is_compiling() and hooks.installed("polyattn_prepared"):
             hooks.call("polyattn_prepared", prepared=self)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_layout_type(layout: object, name: str = "layout") -> None:
-    """Refuse what is no layout, such as a raw mask, before anything is read off it.
+    """Refuse what is not a layout, such as a raw mask, before anything is read off it.
 
     Raises:
         LayoutError: says what it is and how to make a layout of it.

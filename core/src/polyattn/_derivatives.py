@@ -1,7 +1,7 @@
 """Derivatives that a fused kernel cannot give: refused by name, never a zero.
 
 Kernels with a backward of their own know first derivatives in reverse mode only. ``torch.func`` transforms, forward
-mode and differentiating twice go to a backend with the ability ``second_order`` (``eager``).
+mode, batched gradients and differentiating twice go to a backend with the ability ``second_order`` (``eager``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ def refuse_transforms(backend: str) -> None:
         )
 
 
-def refuse_second_order(backend: str, grads: tuple[Tensor, ...]) -> None:
-    """Raise where a graph of the gradient is wanted (``create_graph=True``); a hook that runs before a node's backward.
+def refuse_other_derivatives(backend: str, grads: tuple[Tensor | None, ...]) -> None:
+    """Raise where the gradient gets a graph (``create_graph=True``) or is batched; a hook that runs before a backward.
 
     A hook on the node, not on the tensor: ``Tensor.register_hook`` costs five times as much.
     """
     if torch.is_grad_enabled():  # backward runs its hooks in grad mode only then
         raise NotImplementedError(
             f"backend '{backend}' has no second derivatives (create_graph=True); use the backend 'eager'"
+        )
+    if torch.compiler.is_compiling():  # compiled autograd traces the hook, and knows no batched tensors
+        return
+    if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):  # noqa: SLF001
+        raise NotImplementedError(
+            f"backend '{backend}' takes no batched gradients (is_grads_batched=True, vectorize=True); ask for one "
+            "after the other, or use the backend 'eager'"
         )

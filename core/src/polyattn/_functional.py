@@ -80,9 +80,12 @@ def attention(
             raise UnsupportedAttentionError(chosen.name, reasons) from error
         raise
     if (layout.q_len, layout.kv_len) != (q.shape[2], k.shape[2]):
+        swapped = (layout.q_len, layout.kv_len) == (q.shape[1], k.shape[1])
+        order = "q, k and v are [B, heads, length, width]: call .transpose(1, 2) on each"
+        hint = order if swapped else "make a layout for these lengths"
         raise LayoutError(
             f"layout must have q_len={q.shape[2]} and kv_len={k.shape[2]} for these q and k, "
-            f"got q_len={layout.q_len} and kv_len={layout.kv_len}"
+            f"got q_len={layout.q_len} and kv_len={layout.kv_len}; {hint}"
         )
     return prepare(chosen, layout, request)(q, k, v, bias=bias, sinks=sinks)
 

@@ -57,7 +57,7 @@ def apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         ``[B, Hq, Q, Dv]`` in the dtype of ``output``; exactly 0, with zero gradients, where ``lse`` is ``-inf``.
 
     Raises:
-        AttentionInputError: shapes or devices do not fit each other, or an argument is no tensor.
+        AttentionInputError: shapes or devices do not fit each other, or an argument is not a tensor.
     """
     given = {"output": output, "lse": lse, "sinks": sinks}
     for name, x in given.items():

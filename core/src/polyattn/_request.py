@@ -118,7 +118,7 @@ class AttentionRequest:
         """What a finite number that is refused exceeds."""
         if self._is_finite(value) or not is_number(value):
             return ""
-        return f", which is none in FP32, in which scores are computed (at most {_MOST_FLOAT32:.4g})"
+        return f", which is not finite in FP32, in which scores are computed (at most {_MOST_FLOAT32:.4g})"
 
     @property
     def _in_float64(self) -> bool:

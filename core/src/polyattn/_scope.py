@@ -44,8 +44,8 @@ class AttentionScope:
         memo: what layers found, by their kind and the shapes they were called with; theirs to fill.
 
     Raises:
-        LayoutError: a layout is no :class:`MaskLayout`.
-        AttentionInputError: ``length`` is no length.
+        LayoutError: a layout is not a :class:`MaskLayout`.
+        AttentionInputError: ``length`` is not a valid length.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ def ints(name: str, values: object) -> list[int]:
     """A sequence of ints as a list; anything that counts as an int but a bool is one.
 
     Raises:
-        LayoutError: something in it is no int, or an int that does not fit int64.
+        LayoutError: something in it is not an int, or an int that does not fit int64.
     """
     items: list[Any] = list(values) if isinstance(values, Iterable) else [None]
     # torch.compile traces no __index__ of an int that it keeps symbolic.

@@ -106,6 +106,11 @@ class MaskLayout(LayoutBase):
         if (kv_valid is None) == (lengths is None):
             given = "neither" if kv_valid is None else "both"
             raise LayoutError(f"padded() must get kv_valid or lengths, got {given}")
+        if kv_valid is not None and not isinstance(kv_valid, Tensor):
+            raise LayoutError(
+                f"kv_valid must be a tensor Bool[B|1, K], got {type(kv_valid).__name__}; give the numbers of valid "
+                "keys as padded(lengths=..., kv_len=...)"
+            )
         if lengths is None and side != "right":
             raise LayoutError(
                 f"side must go with lengths, got side={shown(side)} with kv_valid, which shows the padding"

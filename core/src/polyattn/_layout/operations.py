@@ -117,7 +117,7 @@ def steps_by_one(layout: LayoutBase, at: Tensor) -> Tensor | None:
         at: ``Int[B|1, S]``, their positions.
 
     Returns:
-        A Bool scalar; ``None`` where the layout is no structure, or not one of these tokens with themselves.
+        A Bool scalar; ``None`` where the layout is not a structure, or not one of these tokens with themselves.
     """
     mask = layout.visibility
     if not isinstance(mask, StructuredMask) or mask.q_segments is not mask.kv_segments:

@@ -57,7 +57,7 @@ def cells(layout: LayoutBase, batch: int, head: int, size: int) -> Tensor:
     """The share of visible pairs in each cell of a picture of at most ``size`` by ``size``, FP32 on the CPU.
 
     Raises:
-        LayoutError: there is no such batch row or head, or a number is no int.
+        LayoutError: there is no such batch row or head, or a number is not an int.
     """
     check_int("size", size, 1)
     for name, index, count in (("batch", batch, layout.batch), ("head", head, layout.heads)):

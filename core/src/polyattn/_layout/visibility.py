@@ -127,7 +127,7 @@ def _boolean(mod: MaskMod) -> MaskMod:
             got = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
             raise LayoutError(
                 f"mask_mod must return a Bool tensor with True = may attend, got {got}; a function that changes "
-                "scores is no mask, give its values to attention as bias="
+                "scores is not a mask, give its values to attention as bias="
             )
         # A captured tensor of one element gives the scalar a dimension, which FlexAttention does not take.
         return seen.reshape(()) if q_idx.dim() == 0 and seen.dim() > 0 else seen

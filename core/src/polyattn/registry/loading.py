@@ -114,7 +114,7 @@ def load(plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> 
 
     Returns:
         The object, or why there is none. Whatever is raised is the plugin's failure (``SystemExit`` and the panic of an
-        extension too, which are no ``Exception``); only ``KeyboardInterrupt`` passes through.
+        extension too, which do not derive from ``Exception``); only ``KeyboardInterrupt`` passes through.
     """
     where = f"{noun} '{plugin.name}' ({plugin.label})"
     if any(plugin == loading for loading, _ in _stack()):

@@ -118,7 +118,7 @@ class Registry:
 
         Raises:
             ConfigError: the plugin has no options, or not these.
-            BackendLoadError, IncompatiblePluginError: the object is no such plugin; for a name see :meth:`get`.
+            BackendLoadError, IncompatiblePluginError: the object is not such a plugin; for a name see :meth:`get`.
         """
         obj = self.get(name_or_object) if isinstance(name_or_object, str) else self._checked(name_or_object)
         if not options:
@@ -141,7 +141,7 @@ class Registry:
         Raises:
             DuplicatePluginError: the name is taken and ``replace`` is off, or a plugin does this to another's name
                 while it is imported.
-            BackendLoadError, IncompatiblePluginError: the name is not legal or the object is no such plugin.
+            BackendLoadError, IncompatiblePluginError: the name is not legal or the object is not such a plugin.
         """
         before = self._in_code.registered(name)
         holders = [before] if before else _sound(self._claims_installed(name))
@@ -295,7 +295,7 @@ class Registry:
         fault = self._contract.fault(obj, name)
         if fault:
             kind, problem = fault
-            raise kind(f"{type_name(obj)} is no {self._contract.noun}: {problem}", name=name or "")
+            raise kind(f"{type_name(obj)} is not a valid {self._contract.noun}: {problem}", name=name or "")
         return obj
 
     def _claim(self, name: str, obj: Any) -> Candidate:

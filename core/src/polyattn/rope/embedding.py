@@ -88,7 +88,7 @@ class RotaryEmbedding(nn.Module):
         spec: the rotary spec.
 
     Raises:
-        RopeConfigError: ``spec`` is no :class:`RopeSpec`, or its variant breaks the contract of variants.
+        RopeConfigError: ``spec`` is not a :class:`RopeSpec`, or its variant breaks the contract of variants.
     """
 
     def __init__(self, spec: RopeSpec) -> None:

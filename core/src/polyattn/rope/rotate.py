@@ -34,8 +34,8 @@ def apply_rotary(q: Tensor, k: Tensor, tables: RotaryTables, *, interleaved: boo
         The rotated q and k, each in its own dtype: computed in FP32 (FP64 for FP64) and rounded once.
 
     Raises:
-        AttentionInputError: the tables are none, not FP32, require grad, do not fit q and k, or were made for the other
-            pairing.
+        AttentionInputError: the tables are not :class:`RotaryTables`, not FP32, require grad, do not fit q and k, or
+            were made for the other pairing.
     """
     rotated = _apply({"q": q, "k": k}, tables, interleaved)
     return rotated[0], rotated[1]

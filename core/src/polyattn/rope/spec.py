@@ -20,7 +20,7 @@ class Parameters(Mapping[str, ParameterValue]):
     Numbers are floats and lists are tuples of floats, so that equal parameters have one written form.
 
     Raises:
-        RopeConfigError: a name is no string, or a value is neither a finite number, a bool, a string, ``None`` nor a
+        RopeConfigError: a name is not a string, or a value is neither a finite number, a bool, a string, ``None`` nor a
             list of finite numbers.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import reprlib
 import typing
 from collections.abc import Iterator
@@ -11,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 import polyattn_transformers
-from polyattn import ConfigError
+from polyattn import ConfigError, read_yaml
 from smollm2 import text
 
 
@@ -45,12 +45,7 @@ class FinetuneConfig:
         Raises:
             ConfigError: the file cannot be read, or a key is unknown or holds a value of another type.
         """
-        try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"config file {path} cannot be read: {error}") from error
-        if not isinstance(content, dict):
-            raise ConfigError(f"config file {path} must hold a mapping of settings, got {type(content).__name__}")
+        content = read_yaml(path)
         kinds = {name: typing.get_origin(kind) or kind for name, kind in typing.get_type_hints(cls).items()}
         problems = [f"{name} is unknown; known are {', '.join(kinds)}" for name in content if name not in kinds]
         problems += [
@@ -59,9 +54,9 @@ class FinetuneConfig:
             if name in kinds and type(value) is not kinds[name]
         ]
         problems += [
-            f"{name} must be positive, got {content[name]}"
+            f"{name} must be positive and finite, got {reprlib.repr(content[name])}"
             for name in ("steps", "row_length", "learning_rate")
-            if not problems and content.get(name, 1) <= 0
+            if not problems and not 0 < content.get(name, 1) < math.inf
         ]
         if problems:
             raise ConfigError(f"config file {path}: {'; '.join(problems)}")

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C is no traceback, not even while torch is being imported."""
+    """Run the command line; Ctrl-C prints no traceback, not even while torch is being imported."""
     try:
         from tiny_lm.cli import commands
 

@@ -57,6 +57,11 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except (polyattn.PolyattnError, checkpoint.CheckpointError, FolderError, OSError) as error:
             raise BadInput(str(error)) from error
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):  # torch has no type
+                raise
+            text = "there is not enough memory; take a smaller model, fewer rows or a shorter row_length"
+            raise BadInput(text) from error
         except KeyboardInterrupt:
             raise SystemExit(INTERRUPTED) from None
 
@@ -187,7 +192,7 @@ def _compare(config_path: Path, out: Path) -> None:
     report.plot(reports, out / CURVES)
     console.print(f"Largest difference between the loss curves: {difference:.2e} (at most {report.LIMIT:g} allowed)")
     console.print(f"Both curves: {out / CURVES}")
-    if not difference <= report.LIMIT:  # a NaN is no agreement
+    if not difference <= report.LIMIT:  # a NaN is not an agreement
         raise SystemExit(1)
 
 

@@ -83,7 +83,7 @@ def load(path: Path, *, attn_backend: str | None = None, steps: int | None = Non
     """Read a run from a YAML file; what is given beside the path replaces what the file says.
 
     Raises:
-        ConfigError: the file is missing, is no YAML mapping, or says something that cannot be run.
+        ConfigError: the file is missing, does not hold a YAML mapping, or says something that cannot be run.
     """
     content = read_yaml(path)
     given = {"attn_backend": attn_backend, "steps": steps}

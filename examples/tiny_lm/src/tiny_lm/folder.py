@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,9 +33,13 @@ def refuse_what_is_there(out: Path, files: Sequence[str], cure: str, written: Se
         written: names of all results that the run will write.
 
     Raises:
-        FolderError: ``out`` or one of its parents is a file, a folder has the name of a result, or one of ``files`` is
-            there.
+        FolderError: ``out`` cannot be a path, it or one of its parents is a file, a folder has the name of a result, or
+            one of ``files`` is there.
     """
+    try:
+        out.exists()
+    except OSError as error:
+        raise FolderError(f"--out cannot be {reprlib.repr(str(out))}: {error.strerror}; give another --out") from error
     for path in (out, *out.parents):
         if path.exists() and not path.is_dir():
             raise FolderError(f"--out must be a folder, got {out}, but {path} is a file; give another --out")

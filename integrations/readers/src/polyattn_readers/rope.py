@@ -38,7 +38,7 @@ from polyattn_readers.rope_entry import (
 )
 
 CONVENTIONS = ("serving", "dflash", "eagle")
-#: Keys that may stand beside every type. ``llama_4_scaling_beta`` scales queries and is no business of the rotation.
+#: Keys that may stand beside every type. ``llama_4_scaling_beta`` scales queries and does not concern the rotation.
 _COMMON = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings", "llama_4_scaling_beta"),
     *("mrope_section", "mrope_interleaved", "mrope_interleaved_glm"),
@@ -319,5 +319,5 @@ def _axes(data: Mapping[str, Any], entry: Mapping[str, Any]) -> RopeAxes | None:
             fault(data, "'mrope_section' is missing beside mrope_interleaved")
         return None
     if model_class(data) == "hunyuan_vl_text":
-        fault(data, "mrope_section is not supported: this class cuts channels, not pairs of them, which is no rotation")
+        fault(data, "mrope_section is not supported: this class cuts channels, not pairs; that is not a rotation")
     return RopeAxes(reordered(sections, layout, to_hf=False), layout)

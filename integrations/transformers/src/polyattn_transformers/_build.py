@@ -134,7 +134,7 @@ def _block_positions(ids: Tensor, documents: Tensor | None) -> Tensor | None:
         documents: ``Int[B, L]`` or ``None``.
 
     Returns:
-        ``Int[B, L]``, or ``None`` where a block is no run of tokens of one document, or values must not be read.
+        ``Int[B, L]``, or ``None`` where a block is not a run of tokens of one document, or values must not be read.
     """
     if not readable(ids):
         return None

@@ -155,7 +155,7 @@ def from_positions(position_ids: Tensor, live: Tensor | None, batch: int) -> Ten
 
     Args:
         position_ids: ``Int[B|1, Q]``.
-        live: ``Bool[B|1, Q]``, the queries that are no padding; ``None``: all.
+        live: ``Bool[B|1, Q]``, the queries that are not padding; ``None``: all.
         batch: B.
 
     Returns:
@@ -204,7 +204,7 @@ def from_cu_seqlens(name: str, cu_seqlens: Tensor, batch: int, length: int) -> T
     """Documents ``Int[B, L]`` from their offsets in the batch written out as one row of ``B * L`` tokens.
 
     Raises:
-        LayoutError: the offsets are no offsets of that many tokens.
+        LayoutError: the offsets are not those of that many tokens.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise LayoutError(f"{name} must be Int[N + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")

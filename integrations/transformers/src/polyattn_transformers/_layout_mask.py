@@ -35,7 +35,7 @@ class LayoutMask(NoTensor):
     Args:
         layout: who sees whom.
         batch: batch rows of the forward; the layout may have one row for all.
-        live: ``Bool[B|1, Q]``, the queries that are no padding, or ``None``: all, as far as is known.
+        live: ``Bool[B|1, Q]``, the queries that are not padding, or ``None``: all, as far as is known.
         documents: who described the documents that the layout keeps apart, and ``Int[B|1, Q]``, where they lie.
         refusal: what a layer that attends by this mask is told.
     """

@@ -40,7 +40,7 @@ def packed(
         polyattn, and ``position_ids`` ``Int[B|1, K]``, which restart with each document.
 
     Raises:
-        LayoutError: the description contradicts itself, or ``device`` is none.
+        LayoutError: the description contradicts itself, or ``device`` is not a device.
     """
     target = None if device is None else _device(device)
     ways: dict[str, Any] = {

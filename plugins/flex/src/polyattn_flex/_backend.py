@@ -8,7 +8,6 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from polyattn.kernels import missing_abilities
 from torch import Tensor
 
 from polyattn import (
@@ -20,6 +19,7 @@ from polyattn import (
     Reason,
     apply_sinks,
 )
+from polyattn.kernels import missing_abilities
 from polyattn_flex import _reasons
 from polyattn_flex._blocks import TILE, Blocks, from_ranges, from_rows
 from polyattn_flex._options import FlexOptions
@@ -36,7 +36,7 @@ class FlexPlan:
         blocks: the tiles that the kernel visits; ``None`` where nothing is compiled.
         ranges: what the kernel evaluates in partial tiles: the first key of each query and the one after its last,
             two ``Int32[B|1, Q]``;
-        dense: or, where a query's keys are no run, ``Bool[B|1, H|1, Q, K]``; or neither, and it is the layout's own
+        dense: or, where a query's keys are not a run, ``Bool[B|1, H|1, Q, K]``; or neither, and it is the layout's own
             function.
         dead: ``Bool[B|1, H|1, Q, 1]``, rows that see nothing, where gradients have to be kept from them.
         unseen: ``Bool[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` when there are none.
@@ -94,7 +94,8 @@ class FlexBackend(BackendBase):
         dead = layout.rows_without_keys(device).unsqueeze(-1) if backward and layout.may_have_dead_rows else None
         unseen = _unseen_keys(layout, request) if layout.may_have_unseen_keys else None
         if not self.options.compiled:
-            _warn_uncompiled()
+            if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
+                _warn_uncompiled()
             return FlexPlan(dense=layout.to_dense(device), dead=dead, unseen=unseen)
         ranges = layout.key_ranges()
         if ranges is not None:

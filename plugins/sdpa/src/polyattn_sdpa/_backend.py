@@ -32,7 +32,7 @@ ABILITIES = frozenset(
     )
 )
 
-#: A positive factor below it is none in FP32.
+#: A positive factor below it is not a normal number in FP32.
 _TINY = torch.finfo(torch.float32).tiny
 
 Path = Literal["plain", "tiles", "dense", "math"]
