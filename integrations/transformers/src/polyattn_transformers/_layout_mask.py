@@ -156,6 +156,9 @@ class LayoutMask(NoTensor):
         if found is not None:
             name, q_ids, kv_ids = found
             _documents.check_whole(name, q_ids, self.live)
+            rules: Any = layout.visibility
+            if callable(rules) or {"window", "chunk_size"} & rules.given():
+                _documents.check_together(name, q_ids, self.live)
             if inferred is not None:
                 _documents.check_agree((name, "position_ids"), q_ids, inferred, self.live)
             return layout & _documents.segmented(q_ids, kv_ids)
