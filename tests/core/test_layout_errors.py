@@ -243,7 +243,7 @@ REFUSED = {
     ),
     "expansion of a batch": (
         lambda: MaskLayout.padded(VALID).expand(3),
-        "batch must be that of the layout.*got 3 and 2",
+        "batch must be 2, the rows that the layout describes, got 3; only a layout of batch 1 serves any number",
     ),
     "picture of an absent row": (lambda: MaskLayout.causal(3).draw(batch=1), "batch must lie in 0 .. 0, got 1"),
     "picture of no int": (

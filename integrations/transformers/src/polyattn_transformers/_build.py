@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
-from polyattn_transformers._documents import ranks, readable
+from polyattn._layout.segments import ranks
+from polyattn_transformers._documents import readable
 from polyattn_transformers._pattern import MaskFunction, Pattern
 
 #: The conditions of a pattern that :func:`layout_of` can express.

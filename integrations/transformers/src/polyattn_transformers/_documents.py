@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
+from polyattn._layout.segments import together
 from polyattn_transformers._inputs import as_numbers
 
 #: Keyword arguments that say outright where documents lie.
@@ -115,22 +116,6 @@ def from_mask(mask: Tensor, length: int) -> tuple[Tensor | None, Tensor | None]:
             "into a forward without earlier tokens"
         )
     return (None if low > 0 else live), mask
-
-
-def ranks(documents: Tensor) -> Tensor:
-    """How many earlier tokens of its row each token shares its document with, ``Int[B, K]``."""
-    order = documents.argsort(dim=1, stable=True)
-    ordered = documents.gather(1, order)
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(order)
-    starts = torch.cat([torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered.diff(dim=1) != 0], 1)
-    rank = index - torch.where(starts, index, 0).cummax(1).values
-    return torch.empty_like(rank).scatter_(1, order, rank)
-
-
-def together(documents: Tensor, live: Tensor | None) -> Tensor:
-    """Whether the tokens of each document lie together, ``Bool[]``, so that they have the distances of the row."""
-    resumed = (documents.diff(dim=1) != 0) & (ranks(documents)[:, 1:] != 0)
-    return ~(resumed if live is None else resumed & live[:, 1:]).any()
 
 
 def check_together(name: str, documents: Tensor, live: Tensor | None) -> None:

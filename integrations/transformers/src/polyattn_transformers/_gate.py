@@ -16,9 +16,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from polyattn import LayoutError
+from polyattn._layout.segments import ranks
 from polyattn_transformers import _documents
 from polyattn_transformers._backends import PREFIX
-from polyattn_transformers._documents import SEGMENTS, ranks, readable
+from polyattn_transformers._documents import SEGMENTS, readable
 from polyattn_transformers._inputs import check_mask, check_positions
 from polyattn_transformers._packing import PackedMask, check_size
 from polyattn_transformers._parts import Parts, parts_of

@@ -21,6 +21,7 @@ from polyattn import (
     MaskLayout,
     PreparedAttention,
 )
+from polyattn._layout.checks import as_device
 from polyattn_transformers import _documents
 from polyattn_transformers._documents import Segments
 from polyattn_transformers._no_tensor import NoTensor
@@ -90,9 +91,8 @@ class LayoutMask(NoTensor):
 
     def to(self, device: torch.device | str | None = None, *_: Any, **__: Any) -> LayoutMask:
         """The mask on ``device``, made once for all layers there; a dtype changes nothing."""
-        if not isinstance(device, (str, torch.device)) or self.device in (None, torch.device(device)):
+        if not isinstance(device, (str, torch.device)) or self.device in (None, target := as_device(device)):
             return self
-        target = torch.device(device)
         if target not in self._moved:
             self._moved[target] = LayoutMask(
                 self.layout.to(target),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,9 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
-from polyattn_transformers._documents import ranks, readable, together
+from polyattn._layout.checks import as_device
+from polyattn._layout.segments import ranks, together
+from polyattn_transformers._documents import readable
 from polyattn_transformers._no_tensor import NoTensor
 
 Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -42,7 +43,7 @@ def packed(
     Raises:
         LayoutError: the description contradicts itself, or ``device`` is none.
     """
-    target = None if device is None else _device(device)
+    target = None if device is None else as_device(device)
     ways: dict[str, Any] = {
         "cu_seqlens": cu_seqlens,
         "document_ids": document_ids,
@@ -151,7 +152,7 @@ class PackedMask(NoTensor):
 
     def to(self, device: torch.device | str | None = None, *_: Any, **__: Any) -> PackedMask:
         """The mask on ``device``; a dtype, which transformers asks for too, changes nothing."""
-        if device is None or not isinstance(device, (str, torch.device)) or torch.device(device) == self.device:
+        if not isinstance(device, (str, torch.device)) or as_device(device) == self.device:
             return self
         layouts = {causal: layout.to(device) for causal, layout in self._layouts.items()}
         moved = PackedMask(self.documents.to(device), name=self.name, layouts=layouts)
@@ -191,14 +192,6 @@ def check_size(mask: PackedMask, batch: int, q_len: int, kv_len: int) -> None:
             f"packed documents must cover the tokens of the call, got {total} tokens in documents, {q_len} queries and "
             f"{kv_len} keys; a cache with earlier tokens (or a static one) takes no packed batch"
         )
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        text = f"device must be a device of torch, such as 'cuda' or torch.device('cuda'), got {reprlib.repr(device)}"
-        raise LayoutError(text) from error
 
 
 def _apart_from_padding(documents: Tensor, live: Tensor) -> Tensor:
