@@ -384,7 +384,7 @@ def test_a_compiled_window_counts_the_tokens_of_a_document_too(form):
 
 
 def test_a_bias_by_distance_refuses_documents_in_pieces():
-    config = transformers.T5Config(VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     model = transformers.T5EncoderModel._from_config(config, attn_implementation="polyattn_sdpa").eval()
     inputs = {"input_ids": tokens()}
     with torch.no_grad():
@@ -411,7 +411,6 @@ def test_a_scale_by_the_place_in_the_row_refuses_long_rows():
         ("Roberta", {"is_decoder": True}, "ForCausalLM"),
         ("XLMRoberta", {}, "ForMaskedLM"),
         ("Camembert", {}, "ForMaskedLM"),
-        ("Esm", {"position_embedding_type": "absolute", "mask_token_id": 3, "token_dropout": False}, "ForMaskedLM"),
     ],
 )
 def test_padding_tokens_inside_a_document_are_numbered_as_when_it_is_alone(family, changes, suffix):

@@ -168,11 +168,10 @@ class MaskLayout(LayoutBase):
             check_int("kv_len", kv_len)
         value, read = ways[given[0]]
         copied = read(value, kv_len, validate=validate)
-        ids, copies, places = copied.tensor, [copied], None
+        ids, counted = copied.tensor, None
         if document_ids is not None:
-            known = segments.places(copied, unread=causal is not False or window is not None)
-            copies += [] if known is None else [known]
-            places = None if known is None else known.tensor
+            counted = segments.places(copied, unread=causal is not False or window is not None)
+        places = None if counted is None else counted.tensor
         mask = StructuredMask(
             causal=causal,
             window=window,
@@ -181,6 +180,7 @@ class MaskLayout(LayoutBase):
             q_positions=places,
             kv_positions=places,
         )
+        copies = [copied] if counted is None else [copied, counted]
         return cls._structured(ids.shape[1], ids.shape[1], mask, active_queries, copies, validate)
 
     @classmethod
