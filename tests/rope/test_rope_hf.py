@@ -518,7 +518,7 @@ def test_a_draft_whose_config_pairs_adjacent_channels_is_refused(convention):
 def test_a_part_at_the_top_that_no_layer_type_has_is_refused():
     ropes = {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0} for kind in ("a", "b")}
     config = {**PLAIN, "model_type": "x", "rope_theta": None, "rope_parameters": ropes, "partial_rotary_factor": 0.5}
-    with pytest.raises(RopeConfigError, match="partial_rotary_factor is 0.5 at the top and no layer type has it"):
+    with pytest.raises(RopeConfigError, match=r"partial_rotary_factor is 0\.5 at the top and no layer type has it"):
         RopeSpec.from_hf(config, layer_type="a", interleaved=False)
 
 
