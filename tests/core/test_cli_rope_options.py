@@ -47,7 +47,7 @@ def test_a_length_is_for_the_picture_beside_json(rope, tmp_path):
 def test_a_width_that_contradicts_the_config_is_refused(rope):
     result = rope("--head-dim", 16, head_dim=8)
     assert result.exit_code == 2
-    assert "it says 'head_dim' 8, which --head-dim 16 contradicts; leave out --head-dim" in result.output
+    assert "head_dim must be None or 8, as 'head_dim' says, got 16; leave it out" in result.output
     assert rope("--head-dim", 8, head_dim=8).exit_code == 0
 
 

@@ -68,6 +68,39 @@ def from_position_ids(position_ids: Ints, kv_len: int | None, *, validate: bool)
     return _of_length("position_ids", table.map(lambda ids: (ids == 0).cumsum(1, dtype=torch.int32)), kv_len)
 
 
+def places(documents: Copied, *, unread: bool) -> Copied | None:
+    """The place of each token in its document, where the distances of the row are others.
+
+    Args:
+        documents: ``Int[B, K]``.
+        unread: whether places are wanted of documents whose values are not known on the host.
+    """
+    if documents.values is None:
+        return documents.map(ranks) if unread else None
+    return None if bool(together(documents.values)) else documents.map(ranks)
+
+
+def ranks(documents: Tensor) -> Tensor:
+    """How many earlier tokens of its row each token shares its document with, ``Int[B, K]``."""
+    order = documents.argsort(dim=1, stable=True)
+    ordered = documents.gather(1, order)
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(order)
+    starts = (index == 0) | (ordered != ordered.roll(1, 1))  # every size is that of the row, which may be symbolic
+    rank = index - torch.where(starts, index, 0).cummax(1).values
+    return torch.empty_like(rank).scatter_(1, order, rank)
+
+
+def together(documents: Tensor, live: Tensor | None = None) -> Tensor:
+    """Whether the tokens of each document lie together, ``Bool[]``, so that they have the distances of the row.
+
+    Args:
+        documents: ``Int[B, K]``.
+        live: ``Bool[B, K]``, the tokens that count; ``None``: all.
+    """
+    resumed = (documents != documents.roll(1, 1)) & (ranks(documents) != 0)
+    return ~(resumed if live is None else resumed & live).any()
+
+
 def lengths_within(name: str, lengths: Sequence[int] | Tensor, kv_len: int, *, validate: bool) -> Copied:
     """``Int[B]`` of numbers of keys, each in ``0 .. kv_len``."""
     numbers = None if isinstance(lengths, Tensor) else ints(name, lengths)

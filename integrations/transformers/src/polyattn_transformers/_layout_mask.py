@@ -21,6 +21,7 @@ from polyattn import (
     MaskLayout,
     PreparedAttention,
 )
+from polyattn._layout.checks import as_device
 from polyattn_transformers import _documents
 from polyattn_transformers._documents import Segments
 from polyattn_transformers._no_tensor import NoTensor
@@ -90,9 +91,8 @@ class LayoutMask(NoTensor):
 
     def to(self, device: torch.device | str | None = None, *_: Any, **__: Any) -> LayoutMask:
         """The mask on ``device``, made once for all layers there; a dtype changes nothing."""
-        if not isinstance(device, (str, torch.device)) or self.device in (None, torch.device(device)):
+        if not isinstance(device, (str, torch.device)) or self.device in (None, target := as_device(device)):
             return self
-        target = torch.device(device)
         if target not in self._moved:
             self._moved[target] = LayoutMask(
                 self.layout.to(target),
@@ -156,6 +156,9 @@ class LayoutMask(NoTensor):
         if found is not None:
             name, q_ids, kv_ids = found
             _documents.check_whole(name, q_ids, self.live)
+            rules: Any = layout.visibility
+            if callable(rules) or {"window", "chunk_size"} & rules.given():
+                _documents.check_together(name, q_ids, self.live)
             if inferred is not None:
                 _documents.check_agree((name, "position_ids"), q_ids, inferred, self.live)
             return layout & _documents.segmented(q_ids, kv_ids)

@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function
 
 from polyattn import LayoutError
 from polyattn_transformers._build import Span, layout_of
-from polyattn_transformers._documents import readable
+from polyattn_transformers._documents import check_together, readable
 from polyattn_transformers._layout_mask import LayoutMask
 from polyattn_transformers._packing import PackedMask, check_size
 from polyattn_transformers._pattern import MaskFunction, Pattern, read_pattern
@@ -85,10 +85,14 @@ def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask
     packed = packed.to(span.device)
     documents = (packed.name, packed.documents)
     given = pattern.given()
+    if given & {"opaque", "documents", "blocks"}:
+        check_together(packed.name, packed.documents, packed.live)
     if given <= {"causal", "window"}:
         layout = packed.layout(causal=pattern.causal).with_window(pattern.window)
-    elif "chunk" in given:
-        layout = layout_of(dataclasses.replace(pattern, documents=packed.documents), span, packed.live)
+    elif given & {"chunk", "window"} and not given & {"documents", "blocks"}:
+        places = packed.positions if "chunk" in given else packed.places
+        pattern = dataclasses.replace(pattern, documents=packed.documents)
+        layout = layout_of(pattern, span, packed.live, places)
     else:
         layout = packed.layout(causal=False) & layout_of(pattern, span, None)
     return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents, refusal=pattern.refusal)
