@@ -104,7 +104,7 @@ def _read(
         fault(
             data, f"max_position_embeddings is {max_position}, and {entry['max_position_embeddings']} beside rope_type"
         )
-    width = class_head_dim(data, layer_type) if head_dim is None else size(data, "head_dim", head_dim)
+    width = class_head_dim(data, layer_type) if head_dim is None else _given_width(data, layer_type, head_dim)
     parameters = {name: entry[name] for name in keys if entry.get(name) is not None}
     original = parameters.pop(ORIGINAL, max_position if kind == "dynamic" else None)
     if original is not None:
