@@ -801,6 +801,23 @@ class CompiledWithoutSinks(Mutant):
         return super().attend(q, k, v, prepared, bias=bias, sinks=None if torch.compiler.is_compiling() else sinks)
 
 
+class UntraceableInference(Mutant):
+    caught_by = ("compiled[causal]", "compiled_features")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if torch.compiler.is_compiling() and not any(x.requires_grad for x in (q, k, v)):
+            raise RuntimeError("an autograd function was given its context as the first argument")
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class CompiledInferenceWithoutScale(Mutant):
+    caught_by = ("compiled_features",)
+
+    def request(self, request):
+        inference = torch.compiler.is_compiling() and not request.needs_grad
+        return dataclasses.replace(request, scale=request.head_dim**-0.5) if inference else request
+
+
 class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, prepared, backend):
