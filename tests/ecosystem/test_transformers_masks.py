@@ -313,8 +313,11 @@ def test_a_layer_whose_window_or_chunk_leaves_no_key_is_refused(function, text):
 
 
 @pytest.mark.parametrize("window", [0, -1])
-@pytest.mark.parametrize("rest", [{}, {"use_cache": False}, packed([TOKENS]), {"attention_mask": torch.ones(1, TOKENS)}],
-                         ids=["cache", "no_cache", "packed", "padding"])  # fmt: skip
+@pytest.mark.parametrize(
+    "rest",
+    [{}, {"use_cache": False}, packed([TOKENS]), {"attention_mask": torch.ones(1, TOKENS)}],
+    ids=["cache", "no_cache", "packed", "padding"],
+)
 def test_a_model_whose_window_leaves_no_key_is_refused_for_that_reason(window, rest):
     # transformers' caches are cut by the window too, so that the lengths no longer fit: a consequence, not the reason.
     config = transformers.MistralConfig(**DECODER, sliding_window=window)
