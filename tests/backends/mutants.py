@@ -794,6 +794,14 @@ class SinksOfKVHeads(Mutant):
         return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
 
 
+class SinksAreCut(Mutant):
+    caught_by = ("sinks[far_above]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        cut = None if sinks is None else sinks.clamp(max=20.0)
+        return super().attend(q, k, v, prepared, bias=bias, sinks=cut)
+
+
 class CompiledWithoutSinks(Mutant):
     caught_by = ("compiled_features",)
 
