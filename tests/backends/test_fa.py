@@ -391,6 +391,18 @@ def test_a_compiled_layer_is_one_graph_with_the_same_numbers(calls, layout, drop
         assert torch.equal(eager, compiled)
 
 
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_compiled_inference_is_one_graph_with_the_same_numbers(provider, grad_mode):
+    q, k, v = qkv(heads=4)
+    prepared = backends.get("fa").prepare(MaskLayout.packed([3, 5]), AttentionRequest.of(q, k, v, needs_lse=True))
+    with torch.set_grad_enabled(grad_mode):
+        got = torch.compile(prepared, fullgraph=True, backend="aot_eager")(q, k, v)
+        want = prepared(q, k, v)
+    torch.compiler.reset()
+    assert torch.equal(got.output, want.output)
+    assert torch.equal(got.lse, want.lse)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

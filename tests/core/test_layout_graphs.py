@@ -91,6 +91,29 @@ def test_every_constructor_works_inside_a_graph(name):
     assert torch.equal(torch.compile(seen, backend="eager", fullgraph=True)(), seen())
 
 
+@pytest.mark.parametrize(
+    ("backend", "layout", "kv_heads", "rest"),
+    [
+        ("eager", MaskLayout.causal, 2, {}),
+        ("sdpa", MaskLayout.causal, 2, {}),
+        ("sdpa", MaskLayout.full, 4, {}),
+        ("sdpa", MaskLayout.causal, 2, {"training": True, "dropout_p": 0.5}),
+    ],
+)
+def test_every_size_may_be_symbolic(backend, layout, kv_heads, rest):
+    q, k, v = torch.randn(2, 4, 5, 8), *torch.randn(2, 2, kv_heads, 5, 8)
+    chosen = backends.get(backend)
+
+    def call(q, k, v):
+        return attention(q, k, v, layout(q.shape[2]), backend=chosen, **rest).output
+
+    results = []
+    for run in (call, torch.compile(call, backend="eager", dynamic=True, fullgraph=True)):
+        torch.manual_seed(0)
+        results.append(run(q, k, v))
+    assert torch.allclose(*results, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_works_inside_a_graph(name):
     def seen():
