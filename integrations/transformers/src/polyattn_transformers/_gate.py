@@ -20,7 +20,7 @@ from polyattn_transformers import _documents
 from polyattn_transformers._backends import PREFIX
 from polyattn_transformers._documents import SEGMENTS, readable
 from polyattn_transformers._packing import PackedMask, check_size
-from polyattn_transformers._parts import Parts, parts_of
+from polyattn_transformers._parts import Parts, polyattn_parts
 
 Arguments = dict[str, Any]
 
@@ -30,13 +30,15 @@ _PICTURES = ("pixel_values", "image_", "video_", "audio_", "input_features", "se
 
 def install() -> None:
     """Put the gate in front of every model of transformers; what runs on another implementation passes as it is."""
+    # A method, since Dynamo of torch 2.10 hands a module to no function whose result is a constant.
+    PreTrainedModel.polyattn_parts = polyattn_parts  # type: ignore[attr-defined]
     PreTrainedModel.__call__ = _gated  # type: ignore[method-assign]
 
 
 def _gated(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     implementation = getattr(self.config, "_attn_implementation", None)
     if isinstance(implementation, str) and implementation.startswith(PREFIX):
-        parts = parts_of(self)
+        parts: Parts = self.polyattn_parts(id(self))  # type: ignore[operator]
         given = dict(zip(parts.names, args, strict=False)) | kwargs
         if _admit(self, parts, given):
             output = nn.Module.__call__(self, **given)
