@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-from packaging.version import Version
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
@@ -15,16 +14,11 @@ import polyattn_transformers
 from polyattn import UnsupportedAttentionError, backends
 from polyattn_transformers import packed
 from tiny_models import ZOO, ids, left_padding, model_of
+from versions import whole_graphs
 
 GENERATORS = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "phi3", "deepseek_v3")
 
 KINDS = ["sliding_attention", "full_attention"]
-
-#: Mask functions that transformers makes inside the graph: those of windows and of packed documents.
-whole_graphs = pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.11"),
-    reason="Dynamo of torch 2.10 does not look into a function that is made inside the graph",
-)
 
 
 @pytest.fixture(autouse=True, scope="module")
