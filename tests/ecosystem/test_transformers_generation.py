@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import polyattn_transformers
 from polyattn import UnsupportedAttentionError, backends
-from polyattn_transformers import packed
+from polyattn_transformers import _parts, packed
 from tiny_models import ZOO, ids, left_padding, model_of
 from versions import whole_graphs
 
@@ -104,6 +105,17 @@ def test_a_model_compiles_whole(name, padded, layers):
     assert torch.allclose(logits, want, atol=2e-5)
     logits.square().mean().backward()
     assert all(torch.allclose(p.grad, gradients[name], atol=1e-5) for name, p in model.named_parameters())
+
+
+def test_a_graph_knows_the_parts_of_the_model_that_it_is_called_with():
+    @torch.compile(backend="eager", fullgraph=True)
+    def asked(model, x):
+        return x + model.polyattn_parts(id(model)).first_position
+
+    for position in (0, 1):
+        model = model_of("llama", num_hidden_layers=1)
+        _parts._known[model] = dataclasses.replace(model.polyattn_parts(id(model)), first_position=position)
+        assert asked(model, torch.zeros(())) == position
 
 
 @whole_graphs
