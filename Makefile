@@ -60,11 +60,10 @@ nightly:
 nightly-today:
 	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"
 
-# The setuptools beside Python 3.10 may find that Dynamo's own imports loaded another distutils than it wants.
 nightly-oldest: $(READY)
 	@mkdir -p $(NIGHTLY)
 	@$(BIN)/python tools/bounds.py oldest > $(NIGHTLY)/oldest.txt
-	SETUPTOOLS_USE_DISTUTILS=stdlib $(MAKE) test VENV=$(NIGHTLY)/oldest CONSTRAINTS=$(NIGHTLY)/oldest.txt PYTHON=$(OLDEST_PYTHON) OMIT='$(LINTERS)'
+	$(MAKE) test VENV=$(NIGHTLY)/oldest CONSTRAINTS=$(NIGHTLY)/oldest.txt PYTHON=$(OLDEST_PYTHON) OMIT='$(LINTERS)'
 
 nightly-newest: $(READY)
 	@mkdir -p $(NIGHTLY)
