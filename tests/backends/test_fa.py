@@ -432,11 +432,14 @@ def test_a_whole_model_is_one_graph_that_prepares_inside(calls, layout):
 
 
 def test_torch_has_the_functions_that_are_called():
+    provider = providers.TorchVarlen()
+    if problem := provider.version_problem(provider.load()):
+        pytest.skip(f"refused: {problem}")
     call = providers.KernelCall(0.5, -1, 0, 0.0, 0.0, False, *torch.zeros(2, 3, dtype=torch.int32, device="meta"), 4, 4)
     q, k, v = torch.zeros(3, 8, 2, 16, dtype=LOW, device="meta")
-    output, lse, rng_state = providers.TorchVarlen().forward(q, k, v, call)
+    output, lse, rng_state = provider.forward(q, k, v, call)
     assert (output.shape, lse.shape) == ((8, 2, 16), (2, 8))
-    grads = providers.TorchVarlen().backward(output, q, k, v, output, lse, rng_state, call)
+    grads = provider.backward(output, q, k, v, output, lse, rng_state, call)
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 

@@ -117,7 +117,7 @@ def test_every_size_may_be_symbolic(backend, layout, kv_heads, rest):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_works_inside_a_graph(name):
     def seen():
-        layouts = (*(make() for make in INSIDE), *OUTSIDE, *((FUNCTION,) if name in OF_FUNCTIONS else ()))
+        layouts = (*[make() for make in INSIDE], *OUTSIDE, *([FUNCTION] if name in OF_FUNCTIONS else []))
         return [OPERATIONS[name](layout).to_dense() for layout in layouts]
 
     compiled = torch.compile(seen, backend="eager", fullgraph=True)()
@@ -128,7 +128,7 @@ def test_every_question_is_answered_inside_a_graph():
     index = torch.tensor([0, 3, 5])
 
     def answers():
-        layouts = (*(make() for make in INSIDE), *OUTSIDE, FUNCTION)
+        layouts = (*[make() for make in INSIDE], *OUTSIDE, FUNCTION)
         return [
             (layout.dense_rows(1, 4), layout.rows_without_keys(), layout.unseen_keys(),
              layout.to_mask_mod()(index * 0, index * 0, index, index - 1), layout.key_ranges())
