@@ -46,6 +46,7 @@ ARGUMENTS = {
 _GRID = "its positions lie on a grid"
 #: Rotary classes that :meth:`RopeSpec.from_hf` refuses, with the words of the refusal.
 REFUSED = {
+    "Qwen2_5OmniDiT": "only the first head of a layer rotates",
     "MusicFlamingoRotaryEmbedding": "its angles come from time stamps",
     "CohereCompassRotaryEmbedding": "its lanes do not stand in the order of their frequencies",
     "HunYuanVLRotaryEmbedding": "mrope_section is not supported: this class cuts channels",
@@ -92,7 +93,6 @@ BEFORE = {
     "BambaRotaryEmbedding": "it rotates whole heads, whatever part the configuration says",
     "PaddleOCRRotaryEmbedding": _TABLES,
     "Qwen2VLRotaryEmbedding": _TABLES,
-    "Qwen2_5OmniDiTRotaryEmbedding": "it rotates adjacent channels by the angles of halves",
     "Qwen2_5OmniRotaryEmbedding": _TABLES,
     "Qwen2_5_VLRotaryEmbedding": _TABLES,
 }
