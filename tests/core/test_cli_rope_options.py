@@ -59,4 +59,4 @@ def test_of_two_widths_in_a_config_the_option_picks_one(rope):
 def test_the_longest_sequence_is_an_option_where_the_config_does_not_say_it(rope):
     result = rope("--max-position", 32, "--json", max_position_embeddings=None)
     assert json.loads(result.stdout)["max_position"] == 32
-    assert "max_position must be None or 64" in rope("--max-position", 32).stderr
+    assert "max_position must be None or 64" in rope("--max-position", 32).output

@@ -160,8 +160,8 @@ def ints(name: str, values: object) -> list[int]:
         LayoutError: something in it is not an int, or an int that does not fit int64.
     """
     items: list[Any] = list(values) if isinstance(values, Iterable) else [None]
-    # torch.compile traces no __index__ of an int that it keeps symbolic.
-    whole = [x for x in items if hasattr(x, "__index__") and not isinstance(x, bool)]
+    # torch.compile neither traces nor looks for an __index__ of an int that it keeps symbolic.
+    whole = [x for x in items if not isinstance(x, bool) and (isinstance(x, int) or hasattr(x, "__index__"))]
     numbers = [x if isinstance(x, int) else x.__index__() for x in whole]
     if len(numbers) != len(items):
         raise LayoutError(f"{name} must be ints or an integer tensor, got {shown(values)}")

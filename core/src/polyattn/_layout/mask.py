@@ -286,8 +286,8 @@ class MaskLayout(LayoutBase):
         """
         check_mod(mask_mod)
         tensors = (active_queries, q_positions, kv_positions)
-        rows = max((x.shape[0] for x in tensors if isinstance(x, Tensor) and x.dim() == 2), default=1)
-        wide = cls(q_len, kv_len, batch, heads, visibility=mask_mod).expand(rows if batch == 1 else batch)
+        rows = [x.shape[0] for x in tensors if isinstance(x, Tensor) and x.dim() == 2]
+        wide = cls(q_len, kv_len, batch, heads, visibility=mask_mod).expand(max(rows) if rows and batch == 1 else batch)
         return dataclasses.replace(
             wide, active_queries=active_queries, q_positions=q_positions, kv_positions=kv_positions
         )

@@ -150,7 +150,7 @@ def read_rows(
     width = max(map(len, lists))
     if fill is None and any(len(row) != width for row in lists):
         raise LayoutError(f"{name} must have rows of one length, got {[len(row) for row in lists]}")
-    rows = [row + [fill(row) if fill else 0] * (width - len(row)) for row in lists]
+    rows = [row + [0 if fill is None else fill(row)] * (width - len(row)) for row in lists]
     tensor = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), width)
     return read(name, tensor, validate=False), rows
 
@@ -164,9 +164,9 @@ def _numbers(table: Copied, rows: list[list[int]] | None) -> list[list[int]] | N
 
 
 def _check_least(name: str, rows: Iterable[list[int]], hint: str = "") -> None:
-    least = min((number for row in rows for number in row), default=0)
-    if least < 0:
-        raise LayoutError(f"{name} must be >= 0, got {least}{hint}")
+    negative = [number for row in rows for number in row if number < 0]
+    if negative:
+        raise LayoutError(f"{name} must be >= 0, got {min(negative)}{hint}")
 
 
 def _check_steps(rows: Iterable[list[int]]) -> None:
@@ -182,7 +182,7 @@ def _check_steps(rows: Iterable[list[int]]) -> None:
 
 
 def _common_total(name: str, verb: str, found: list[int], kv_len: int | None) -> int:
-    check_int(f"what {name} {verb}", max(found, default=0))
+    check_int(f"what {name} {verb}", max([0, *found]))
     if kv_len is None:
         if len(set(found)) != 1:
             raise LayoutError(

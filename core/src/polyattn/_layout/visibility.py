@@ -196,9 +196,18 @@ class _SelectByTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _written(visibility: object) -> list[object]:
+    """The functions of a user that a description is made of."""
+    if isinstance(visibility, SelectedMod):
+        return _written(visibility.whole)
+    if isinstance(visibility, BothMod):
+        return _written(visibility.left) + _written(visibility.right)
+    return [] if isinstance(visibility, (Tensor, StructuredMask)) else [visibility]
+
+
 def _home(mod: MaskMod) -> torch.device:
     """Where a user's function keeps its data: the device of a non-scalar tensor that it captures, else the CPU."""
-    todo: list[object] = [mod]
+    todo: list[object] = _written(mod)
     known: set[int] = set()
     while todo:
         value = todo.pop()

@@ -22,7 +22,7 @@ from polyattn_transformers._backends import PREFIX
 from polyattn_transformers._documents import SEGMENTS, readable
 from polyattn_transformers._inputs import check_mask, check_positions
 from polyattn_transformers._packing import PackedMask, check_size
-from polyattn_transformers._parts import Parts, parts_of
+from polyattn_transformers._parts import Parts, polyattn_parts
 
 Arguments = dict[str, Any]
 
@@ -32,12 +32,14 @@ _PICTURES = ("pixel_values", "image_", "video_", "audio_", "input_features", "se
 
 def install() -> None:
     """Put the gate in front of every model of transformers; what runs on another implementation passes as it is."""
+    # A method, since Dynamo of torch 2.10 hands a module to no function whose result is a constant.
+    PreTrainedModel.polyattn_parts = polyattn_parts  # type: ignore[attr-defined]
     PreTrainedModel.__call__ = _gated  # type: ignore[method-assign]
 
 
 def _gated(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     if _runs_here(self):
-        parts = parts_of(self)
+        parts: Parts = self.polyattn_parts(id(self))  # type: ignore[operator]
         given = dict(zip(parts.names, args, strict=False)) | kwargs
         if _admit(self, parts, given):
             output = nn.Module.__call__(self, **given)
@@ -50,7 +52,7 @@ def _runs_here(model: PreTrainedModel) -> bool:
     """Whether the tokens of a text go to attention of polyattn, here or in a part with its own configuration."""
     if _is_ours(model.config):
         return True
-    return bool(model.config.sub_configs) and any(map(_is_ours, parts_of(model).configs))
+    return bool(model.config.sub_configs) and any(map(_is_ours, model.polyattn_parts(id(model)).configs))  # type: ignore[operator]
 
 
 def _is_ours(config: PretrainedConfig) -> bool:

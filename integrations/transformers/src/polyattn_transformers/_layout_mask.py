@@ -141,8 +141,6 @@ class LayoutMask(NoTensor):
 
     def narrow(self, batch: int, window: int | None, position_ids: Tensor | None, segments: Segments) -> MaskLayout:
         """The layout with the layer's window and with documents that were described elsewhere than in the mask."""
-        if self.refusal is not None:
-            raise LayoutError(self.refusal)
         layout = with_own_window(self.layout, window)
         q_len, kv_len = layout.q_len, layout.kv_len
         found = _documents.explicit(segments, batch, q_len, kv_len)

@@ -79,8 +79,8 @@ def asks_interface(kind: type[Any]) -> bool:
 
 
 @cast("Callable[[Asking], Asking]", torch._dynamo.assume_constant_result)  # noqa: SLF001 (a model keeps its parts)
-def parts_of(model: PreTrainedModel) -> Parts:
-    """What ``model`` is made of, looked at once."""
+def polyattn_parts(model: PreTrainedModel, _identity: int) -> Parts:
+    """What ``model`` is made of, looked at once; a graph that asked for ``id(model)`` serves this model alone."""
     if model not in _known:
         _known[model] = _look(model)
     return _known[model]
