@@ -7,7 +7,8 @@ import logging
 
 import pytest
 
-from polyattn import AttentionConfig, BlockedPluginError, ConfigError, UnknownBackendError, hooks
+from polyattn import AttentionConfig, BlockedPluginError, ConfigError, UnknownBackendError
+from polyattn.registry import hooks
 
 WITNESS = "import pathlib\npathlib.Path('imported').touch()"
 

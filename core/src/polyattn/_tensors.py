@@ -22,6 +22,8 @@ def knows_autocast(kind: str) -> bool:
 
     Dynamo of torch 2.10 to 2.13 cannot trace this question; what is compiled runs on a device that has autocast.
     """
+    if kind in {"cpu", "cuda"}:  # in every build of torch
+        return True
     return kind != "meta" and (torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind))
 
 

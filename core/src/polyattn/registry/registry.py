@@ -13,44 +13,48 @@ import functools
 import itertools
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 from polyattn._errors import (
     BackendLoadError,
     BlockedPluginError,
     ConfigError,
     DuplicatePluginError,
+    PluginNotFoundError,
     PolyattnError,
 )
 from polyattn.messages import shown
 from polyattn.registry import discovery, hooks
 from polyattn.registry.contract import BACKEND, READER, ROPE_VARIANT, SCOPE, Contract, type_name
 from polyattn.registry.discovery import BACKENDS, Candidate, candidate, illegal_name, normalized
-from polyattn.registry.loading import (
-    Failed,
-    Loaded,
-    Outcome,
-    PluginInfo,
-    describe,
-    load,
-    loading,
-    undo_if_load_fails,
-)
+from polyattn.registry.loading import Failed, Loaded, PluginInfo, describe, load
 from polyattn.registry.names import conflict, unknown
-from polyattn.registry.once import Once
-from polyattn.registry.registrations import Registrations
-from polyattn.registry.trust import trust
+from polyattn.registry.permissions import Rules, trust
 
 _logger = logging.getLogger("polyattn")
 _serials = itertools.count(1)
+
+
+class _Installed(NamedTuple):
+    """The installed claims of one group, by name, and which of them failed to load since they were found."""
+
+    scan: discovery.Scan | None
+    claims: dict[str, list[Candidate]]
+    failed: dict[Candidate, Failed]
+
+
+#: What decides which object a name means: the scan, the lists of trust, and the last change made in code.
+State: TypeAlias = tuple[discovery.Scan, Rules, int]
 
 
 class Registry:
     """The plugins of one group, by name.
 
     Names match ``[a-z][a-z0-9_]*`` and are compared exactly. Where a name is asked for, ``"dist-name:name"`` means the
-    plugin of one distribution. Every method may be called from any thread, and by a plugin while it is imported.
+    plugin of one distribution. Every method may be called from any thread, and by a plugin while it is imported. No
+    lock is held meanwhile, and no table is changed but by single operations on a dict; where threads load one plugin
+    at once, everybody gets the object of the first that succeeds.
 
     Args:
         contract: the group, and what its plugins must provide.
@@ -58,14 +62,26 @@ class Registry:
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
-        self._in_code = Registrations()
-        self._outcomes: Once[Candidate, Outcome] = Once(final=lambda outcome: isinstance(outcome, Loaded))
-        self._seen: tuple[discovery.Scan | None, dict[str, list[Candidate]]] = (None, {})
+        self._registered: dict[str, Candidate] = {}
+        self._overrides: dict[int, Candidate] = {}  # the last one of a name holds
+        self._registrations = 0  # of the last change to either
+        self._loaded: dict[Candidate, Loaded] = {}
+        self._found = _Installed(None, {}, {})
+        self._ready: tuple[State | None, dict[str, Any]] = (None, {})  # what names were found to mean in one state
 
     def names(self) -> tuple[str, ...]:
         """Every installed or registered name, sorted, whether or not it can be loaded; imports no plugin."""
-        installed = {name for name in self._installed() if not illegal_name(self._contract.group, name)}
-        return tuple(sorted(installed.union(plugin.name for plugin in self._in_code.active())))
+        installed = {name for name in self._installed().claims if not illegal_name(self._contract.group, name)}
+        return tuple(sorted(installed.union(self._in_code())))
+
+    def loaded(self) -> tuple[str, ...]:
+        """The names whose plugin is loaded and allowed, so that :meth:`get` imports nothing."""
+        claims = {name: _sound(self._claims_of(name)) for name in self.names()}
+        return tuple(name for name, sound in claims.items() if len(sound) == 1 and sound[0] in self._loaded)
+
+    def state(self) -> State:
+        """What decides which object a name means; while it is equal, each name means the same object."""
+        return discovery.current(), trust.rules(), self._registrations
 
     def info(self, name: str) -> PluginInfo:
         """What is known about ``name``; imports no plugin.
@@ -88,8 +104,8 @@ class Registry:
 
     def infos(self) -> tuple[PluginInfo, ...]:
         """What is known about every claim to any name, rivals, blocked and broken ones apart; imports no plugin."""
-        infos = [self._describe(plugin) for plugin in self._in_code.active()]
-        for name, claims in self._installed().items():
+        infos = [self._describe(plugin) for plugin in self._in_code().values()]
+        for name, claims in self._installed().claims.items():
             rivals = _sound(claims)
             text = conflict(self._contract.noun, name, rivals) if len(rivals) > 1 else ""
             for plugin in claims:
@@ -107,7 +123,15 @@ class Registry:
             BackendLoadError: importing or checking it failed, now or earlier; :meth:`refresh` tries again.
             IncompatiblePluginError: it speaks another ``api_version``.
         """
-        return self._object(self._choose(name, self._claims(name)))
+        state = self.state()
+        known, objects = self._ready
+        if known != state:
+            objects = {}
+            self._ready = state, objects
+        found = objects.get(name) if isinstance(name, str) else None
+        if found is None:
+            found = objects[name] = self._object(self._choose(name, self._claims(name)))
+        return found
 
     def resolve(self, name_or_object: Any, options: Any = None) -> Any:
         """The plugin object for a value from a config, with options set.
@@ -139,41 +163,39 @@ class Registry:
             replace: whether it may hide what is installed or registered under that name.
 
         Raises:
-            DuplicatePluginError: the name is taken and ``replace`` is off, or a plugin does this to another's name
-                while it is imported.
+            DuplicatePluginError: the name is taken and ``replace`` is off.
             BackendLoadError, IncompatiblePluginError: the name is not legal or the object is no such plugin.
         """
-        before = self._in_code.registered(name)
-        holders = [before] if before else _sound(self._claims_installed(name))
+        known = self._registered.get(name)
+        holders = [known] if known else _sound(self._claims_installed(name))
         if not replace and any(_leads_to(holder, obj) for holder in holders):
             return  # a plugin that registers at import what its own entry point names
-        self._refuse_theft(name, holders)
         claim = self._claim(name, obj)
-        taken = [] if replace else holders
-        if not taken:
-            taken = self._in_code.register(claim, replace=replace)
-        if taken:
+        if replace:
+            self._registered[name] = claim
+        elif not holders:
+            known = self._registered.setdefault(name, claim)  # another thread may have come first
+            holders = [] if known is claim else [known]
+        if holders and not replace:
             raise DuplicatePluginError(
                 f"cannot register {_value(obj)} as {self._contract.noun} '{name}': the name is taken by "
-                f"{_list(taken)}; choose another name, pass replace=True, or use override() for a while"
+                f"{_list(holders)}; choose another name, pass replace=True, or use override() for a while"
             )
-        undo_if_load_fails(functools.partial(self._withdraw, claim, before))
+        self._registrations = next(_serials)
 
     def unregister(self, name: str) -> None:
         """Take back what :meth:`register` did to ``name``.
 
         Raises:
             PluginNotFoundError: the name was not registered in code.
-            DuplicatePluginError: a plugin does this to another's name while it is imported.
         """
-        claim = self._in_code.registered(name)
+        claim = self._registered.pop(name, None)
         if claim is None:
             raise self._contract.not_found(
                 f"no {self._contract.noun} '{name}' was registered in code; what is installed is uninstalled with pip, "
                 f"or kept from loading with disable([{shown(name)}])"
             )
-        self._refuse_theft(name, [claim])
-        self._withdraw(claim, None)
+        self._forget(claim)
 
     @contextlib.contextmanager
     def override(self, name: str, obj: Any) -> Iterator[Any]:
@@ -186,14 +208,14 @@ class Registry:
         Yields:
             The object.
         """
-        self._refuse_theft(name, self._claims_installed(name))
         claim = self._claim(name, obj)
-        self._in_code.push(claim)
+        self._overrides[claim.serial] = claim
+        self._registrations = next(_serials)
         try:
             yield self._object(claim)
         finally:
-            self._in_code.pop(claim)
-            self._outcomes.forget(lambda plugin, _: plugin == claim)
+            del self._overrides[claim.serial]
+            self._forget(claim)
 
     def refresh(self) -> None:
         """Look again at what is installed, for the whole process, and let what failed be tried again."""
@@ -201,7 +223,7 @@ class Registry:
         hooks.refresh()
 
     def allow(self, dists: Iterable[str] | None) -> None:
-        """Load only plugins of these distributions, backends, RoPE variants and hooks alike.
+        """Load only plugins of these distributions, whatever their group.
 
         Holds for this process beside ``POLYATTN_ALLOW``, which spawned processes inherit too. ``None`` lifts it.
         """
@@ -221,22 +243,26 @@ class Registry:
     def __repr__(self) -> str:
         return f"<Registry {self._contract.group}>"
 
-    def _installed(self) -> Mapping[str, list[Candidate]]:
-        """The installed claims to each name."""
+    def _installed(self) -> _Installed:
+        """The installed claims; made anew, and what failed forgotten, when they were looked for anew."""
         scan = discovery.current()
-        seen, claims = self._seen
-        if scan is not seen:
+        found = self._found
+        if found.scan is not scan:
+            found = _Installed(scan, {}, {})
             plugins = scan.candidates[self._contract.group]
-            known = set(plugins)
-            self._outcomes.forget(
-                lambda plugin, outcome: isinstance(outcome, Failed) or (bool(plugin.dist) and plugin not in known)
-            )
-            claims = {}
             for plugin in plugins:
-                claims.setdefault(plugin.name, []).append(plugin)
-            self._seen = scan, claims
+                found.claims.setdefault(plugin.name, []).append(plugin)
+            known = set(plugins)
+            for plugin in list(self._loaded):
+                if plugin.dist and plugin not in known:
+                    self._loaded.pop(plugin, None)
+            self._found = found
             self._warn_absent()
-        return claims
+        return found
+
+    def _in_code(self) -> dict[str, Candidate]:
+        """What each name means that was registered or is overridden."""
+        return {**self._registered, **{claim.name: claim for claim in list(self._overrides.values())}}
 
     def _warn_absent(self) -> None:
         trust.warn_absent({plugin.dist for group in discovery.current().candidates.values() for plugin in group})
@@ -244,17 +270,20 @@ class Registry:
     def _claims(self, name: str) -> list[Candidate]:
         if not isinstance(name, str):
             raise self._contract.not_found(f"a {self._contract.noun}'s name must be a str, got {shown(name)}")
-        in_code = self._in_code.top(name)
-        claims = [in_code] if in_code else self._claims_installed(name)
+        claims = self._claims_of(name)
         if not claims:
             raise self._contract.not_found(unknown(self._contract.group, self._contract.noun, name, self.names()))
         return claims
+
+    def _claims_of(self, name: str) -> list[Candidate]:
+        in_code = self._in_code().get(name)
+        return [in_code] if in_code else self._claims_installed(name)
 
     def _claims_installed(self, name: str) -> list[Candidate]:
         dist, _, bare = name.rpartition(":")
         return [
             plugin
-            for plugin in self._installed().get(bare, ())
+            for plugin in self._installed().claims.get(bare, ())
             if not dist or normalized(plugin.dist) == normalized(dist)
         ]
 
@@ -279,26 +308,35 @@ class Registry:
         )
 
     def _object(self, plugin: Candidate) -> Any:
-        noun = self._contract.noun
-        check = functools.partial(self._contract.fault, name=plugin.name)
-        outcome, first = self._outcomes.get(plugin, functools.partial(load, plugin, noun, check))
-        if first and isinstance(outcome, Loaded):
-            _logger.info("loaded %s '%s': %s (%s)", noun, plugin.name, plugin.label, plugin.value)
-            if self._contract.group == BACKENDS and hooks.installed("polyattn_backend_loaded"):
-                hooks.call("polyattn_backend_loaded", name=plugin.name, backend=outcome.obj)
-        return outcome.result()
+        noun, failed = self._contract.noun, self._installed().failed
+        known = self._loaded.get(plugin)
+        if known is None:
+            check = functools.partial(self._contract.fault, name=plugin.name)
+            outcome = failed.get(plugin) or load(plugin, noun, check)
+            if isinstance(outcome, Failed):
+                failed[plugin] = outcome
+                outcome.throw()
+            known = self._loaded.setdefault(plugin, outcome)
+            failed.pop(plugin, None)  # of a question that its own import asked
+            if known is outcome:
+                _logger.info("loaded %s '%s': %s (%s)", noun, plugin.name, plugin.label, plugin.value)
+                if self._contract.group == BACKENDS and hooks.installed("polyattn_backend_loaded"):
+                    hooks.call("polyattn_backend_loaded", name=plugin.name, backend=known.obj)
+        return known.obj
 
     def _describe(self, plugin: Candidate) -> PluginInfo:
-        return describe(plugin, self._outcomes.peek(plugin), trust.forbids(plugin))
+        outcome = self._loaded.get(plugin) or self._installed().failed.get(plugin)
+        return describe(plugin, outcome, trust.forbids(plugin))
 
     def _checked(self, obj: Any, name: str | None = None) -> Any:
         fault = self._contract.fault(obj, name)
         if fault:
             kind, problem = fault
-            raise kind(f"{type_name(obj)} is no {self._contract.noun}: {problem}", name=name or "")
+            raise kind(f"{type_name(obj)} is not a valid {self._contract.noun}: {problem}", name=name or "")
         return obj
 
     def _claim(self, name: str, obj: Any) -> Candidate:
+        """A claim made in code; an object is checked now, and is loaded already."""
         group = self._contract.group
         claim = candidate(group, name, obj, serial=next(_serials)) if isinstance(obj, str) else None
         fault = claim.fault if claim else illegal_name(group, name)
@@ -308,20 +346,13 @@ class Registry:
             )
         if claim is None:
             claim = Candidate(group, name, _value(obj), serial=next(_serials))
-            self._outcomes.put(claim, Loaded(self._checked(obj() if isinstance(obj, type) else obj, name)))
+            self._loaded[claim] = Loaded(self._checked(obj() if isinstance(obj, type) else obj, name))
         return claim
 
-    def _withdraw(self, claim: Candidate, before: Candidate | None) -> None:
-        self._in_code.withdraw(claim, before)
-        self._outcomes.forget(lambda plugin, _: plugin == claim)
-
-    def _refuse_theft(self, name: str, holders: list[Candidate]) -> None:
-        thief = loading()
-        if thief is not None and any(holder.dist != thief.dist for holder in holders):
-            raise DuplicatePluginError(
-                f"plugin '{thief.name}' ({thief.label}) changes {self._contract.noun} '{name}' while it is imported, "
-                f"but that name belongs to {_list(holders)}; a plugin may only add names of its own"
-            )
+    def _forget(self, claim: Candidate) -> None:
+        """Drop a claim that was made in code."""
+        self._registrations = next(_serials)
+        self._loaded.pop(claim, None)
 
 
 def _sound(claims: Iterable[Candidate]) -> list[Candidate]:
@@ -365,3 +396,17 @@ backends = Registry(BACKEND)
 rope_variants = Registry(ROPE_VARIANT)
 readers = Registry(READER)
 scopes = Registry(SCOPE)
+
+
+def restored(name: str, kind: type[Any], options: Any) -> Any:
+    """A backend that was pickled: the process's own object where ``name`` means the same class, so that workers share.
+
+    Else it is made of its class, such as one of two rivals, or one that was never registered.
+    """
+    try:
+        known = backends.get(name)
+    except (PluginNotFoundError, DuplicatePluginError):
+        known = None
+    if type(known) is not kind:
+        return kind() if options is None else kind(options)
+    return known if known.options == options else known.configure(options)
