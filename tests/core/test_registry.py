@@ -14,10 +14,11 @@ from polyattn import (
     ConfigError,
     DuplicatePluginError,
     IncompatiblePluginError,
+    PluginNotFoundError,
     UnknownBackendError,
     UnknownRopeVariantError,
 )
-from polyattn.registry import Registry, discovery
+from polyattn.registry import Registry, discovery, readers, scopes
 from tiny_dists import backend_source
 
 
@@ -157,6 +158,43 @@ def test_a_first_party_rope_variant_comes_with_its_pip_command(monkeypatch):
         brings = f"`pip install polyattn-rope-{name}` brings it"
         assert said.startswith(f"no RoPE variant named '{name}' is installed; {brings}")
         assert "backend" not in said
+
+
+@pytest.fixture
+def without_readers(monkeypatch):
+    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()), (), 0.0)
+    monkeypatch.setattr(discovery, "current", lambda: empty)
+
+
+@pytest.mark.usefixtures("without_readers")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hf_rope", "no reader named 'hf_rope' is installed; `pip install polyattn-readers` brings it"),
+        (
+            "hf_atention",
+            "no reader named 'hf_atention' is installed; did you mean 'hf_attention'? "
+            "`pip install polyattn-readers` brings it",
+        ),
+        (
+            "gguf",
+            "no reader named 'gguf' is installed; `pip install polyattn-readers` brings hf_rope and hf_attention",
+        ),
+    ],
+)
+def test_an_unknown_reader_names_the_distribution_that_brings_readers(name, said):
+    with pytest.raises(PluginNotFoundError) as error:
+        Registry(readers._contract).get(name)
+    assert str(error.value) == f"{said}; installed: none"
+
+
+def test_a_scope_is_called_one_in_messages():
+    with pytest.raises(PluginNotFoundError, match="no scope named 'ring' is installed"):
+        scopes.get("ring")
+    with pytest.raises(PluginNotFoundError, match="a scope's name must be a str, got 3"):
+        scopes.get(3)
+    with pytest.raises(BackendLoadError, match=r"Fake is not a valid scope: .*Fake lacks make; a scope has name"):
+        Registry(scopes._contract).register("fake", Fake())
 
 
 PEERS_WORDS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import operator
 import weakref
@@ -183,15 +184,16 @@ class AutoBackend:
             raise ConfigError(_OUTSIDE.format("'auto' cannot decide inside a compiled function"))
         check_layout_type(layout)
         state, last = backends.state(), self._last.get(layout)
-        policy = hooks.installed("polyattn_select_backend")
-        if last is not None and last[0] == state and last[1] == request and not policy:
+        lasting = not hooks.installed("polyattn_select_backend")
+        if lasting and last is not None and last[0] == state and last[1] == request:
             return prepare(last[2], layout, request)
         decision = explain(layout, request)
         if decision.chosen is None:
             raise UnsupportedAttentionError(AUTO, _refusals(decision), ())
         _log_once(str(decision))
         chosen: AttentionBackend = backends.get(decision.chosen)
-        if not any(reason.code in _MAY_PASS for reasons in decision.candidates.values() for reason in reasons):
+        reasons = itertools.chain.from_iterable(decision.candidates.values())
+        if lasting and not any(reason.code in _MAY_PASS for reason in reasons):
             self._last[layout] = state, request, chosen
         return prepare(chosen, layout, request)
 

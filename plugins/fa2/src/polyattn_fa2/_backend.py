@@ -6,7 +6,6 @@ import dataclasses
 from typing import Literal
 
 import torch
-from polyattn.kernels import features_of, missing_abilities
 from torch import Tensor
 
 from polyattn import (
@@ -19,6 +18,7 @@ from polyattn import (
     StructuredMask,
     apply_sinks,
 )
+from polyattn.kernels import features_of, missing_abilities
 from polyattn_fa2 import providers
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
 from polyattn_fa2._pieces import Reach

@@ -8,7 +8,6 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from polyattn.kernels import missing_abilities
 from torch import Tensor
 
 from polyattn import (
@@ -20,6 +19,7 @@ from polyattn import (
     Reason,
     apply_sinks,
 )
+from polyattn.kernels import missing_abilities
 from polyattn_flex import _reasons
 from polyattn_flex._blocks import TILE, Blocks, from_ranges, from_rows
 from polyattn_flex._options import FlexOptions
