@@ -173,8 +173,10 @@ def without_readers(monkeypatch):
         ("hf_rope", "no reader named 'hf_rope' is installed; `pip install polyattn-readers` brings it"),
         (
             "hf_atention",
-            "no reader named 'hf_atention' is installed; did you mean 'hf_attention'? "
-            "`pip install polyattn-readers` brings it",
+            (
+                "no reader named 'hf_atention' is installed; did you mean 'hf_attention'? "
+                "`pip install polyattn-readers` brings it"
+            ),
         ),
         (
             "gguf",
