@@ -518,6 +518,16 @@ def test_a_failure_is_remembered_until_refresh(site, make_dist, isolated_registr
         del builtins.tries
 
 
+def test_a_registered_string_that_failed_is_tried_again_after_refresh(site, isolated_registry):
+    isolated_registry.register("lazy", "mended_later:Backend")
+    for _ in range(2):
+        with pytest.raises(BackendLoadError, match="mended_later"):
+            isolated_registry.get("lazy")
+    (site / "mended_later.py").write_text(backend_source("lazy"))
+    isolated_registry.refresh()
+    assert isolated_registry.get("lazy").name == "lazy"
+
+
 def test_the_errors_of_the_registry_survive_pickling(isolated_registry):
     isolated_registry.register("lazy", "nowhere_at_all:Backend")
     for name in ("lazy", "nothing"):
@@ -543,3 +553,19 @@ def test_what_is_known_about_thousands_of_plugins_is_told_in_time_linear_in_thei
     for i in (0, 2000, 3999):
         assert registry.info(f"d{i}:{claims[i].name}").dist == f"d{i}"
     assert len(compared) < 40_000
+
+
+def test_what_is_loaded_is_told_without_importing_anything(site, make_dist, isolated_registry):
+    make_dist.backend("first-attention", "first", module="first_told").unpack(site)
+    make_dist.backend("second-attention", "second", module="second_told").unpack(site)
+    isolated_registry.refresh()
+    isolated_registry.register("ready", changed(name="ready"))
+    isolated_registry.register("lazy", "second_told:Backend")
+    isolated_registry.get("first")
+    assert isolated_registry.loaded() == ("first", "ready")
+    assert "second_told" not in sys.modules
+    isolated_registry.disable(["first"])
+    try:
+        assert isolated_registry.loaded() == ("ready",)
+    finally:
+        isolated_registry.disable([])

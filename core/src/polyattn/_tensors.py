@@ -114,7 +114,7 @@ def saveable(value: Any) -> Any:
     if not isinstance(value, tuple) and not hasattr(type(value), "__dataclass_fields__"):
         return value
     old = list(value) if isinstance(value, tuple) else list(vars(value).values())
-    new = [x if x is None or isinstance(x, int) else saveable(x) for x in old]
+    new: list[Any] = [x if x is None or isinstance(x, int) else saveable(x) for x in old]
     if all(a is b for a, b in zip(old, new, strict=True)):
         return value
     if isinstance(value, tuple):

@@ -26,8 +26,8 @@ from polyattn._errors import BackendLoadError, PluginNotFoundError
 from polyattn._reasons import Reason
 from polyattn.messages import shown
 from polyattn.registry import discovery
-from polyattn.registry.discovery import HOOKS, Candidate
-from polyattn.registry.loading import Failed, Fault, Loaded, Outcome, PluginInfo, describe, load
+from polyattn.registry.discovery import HOOKS
+from polyattn.registry.loading import Failed, Fault, Outcomes, PluginInfo, describe
 from polyattn.registry.permissions import trust
 
 _logger = logging.getLogger("polyattn")
@@ -81,7 +81,7 @@ class _State:
 
 _state = _State()
 _in_code: dict[str, object] = {}
-_outcomes: dict[Candidate, Outcome] = {}
+_outcomes = Outcomes()
 
 
 def installed(name: str) -> bool:
@@ -139,16 +139,14 @@ def unregister(name: str) -> None:
 
 def refresh() -> None:
     """When next asked, look again at what is installed and allowed, and try again what failed."""
-    for plugin, outcome in list(_outcomes.items()):
-        if isinstance(outcome, Failed):
-            _outcomes.pop(plugin, None)
+    _outcomes.retry(discovery.current().candidates[HOOKS])
     _state.look = _Look()
 
 
 def infos() -> tuple[PluginInfo, ...]:
     """Every installed hook plugin; those that no question about a hook has loaded yet are ``"available"``."""
     plugins = discovery.current().candidates[HOOKS]
-    return tuple(describe(plugin, _outcomes.get(plugin), trust.forbids(plugin)) for plugin in plugins)
+    return tuple(describe(plugin, _outcomes.peek(plugin), trust.forbids(plugin)) for plugin in plugins)
 
 
 def _load() -> _Found:
@@ -156,13 +154,11 @@ def _load() -> _Found:
     for plugin in discovery.current().candidates[HOOKS]:
         if plugin.fault or trust.forbids(plugin):
             continue
-        outcome = _outcomes.get(plugin)
-        if outcome is None:
-            outcome = _outcomes[plugin] = load(plugin, "hook plugin", _fault)
-            if isinstance(outcome, Failed):
+        outcome, first = _outcomes.get(plugin, "hook plugin", _fault)
+        if isinstance(outcome, Failed):
+            if first:
                 _logger.warning("%s", outcome.message)
-        # Several entry points may lead to one object, whose functions are called once.
-        if isinstance(outcome, Loaded) and not manager.is_registered(outcome.obj):
+        elif not manager.is_registered(outcome.obj):  # several entry points may lead to one object
             manager.register(outcome.obj, f"{plugin.dist}:{plugin.name}={plugin.value}")
     for name, in_code in list(_in_code.items()):
         if not manager.is_registered(in_code):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeAlias
 
 from polyattn._errors import BackendLoadError, IncompatiblePluginError
@@ -124,6 +124,52 @@ def load(plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> 
         kind, problem = found
         return Failed(plugin, kind, f"{where} cannot be used: {problem}\n{_origin(plugin)}")
     return Loaded(obj)
+
+
+class Outcomes:
+    """What came of loading each plugin of one kind, found by each at most once and remembered.
+
+    No lock is held while a plugin is imported. Where threads load one at once, the first object serves all of them.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[Candidate, Loaded] = {}
+        self._failed: dict[Candidate, Failed] = {}
+
+    def peek(self, plugin: Candidate) -> Outcome | None:
+        """What came of ``plugin``, if it was loaded."""
+        return self._loaded.get(plugin) or self._failed.get(plugin)
+
+    def get(self, plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> tuple[Outcome, bool]:
+        """What came of ``plugin``, loaded if need be (see :func:`load`), and whether this call brought it."""
+        known, failed = self.peek(plugin), self._failed
+        if known is not None:
+            return known, False
+        outcome = load(plugin, noun, fault)
+        if isinstance(outcome, Loaded):
+            known = self._loaded.setdefault(plugin, outcome)
+            failed.pop(plugin, None)  # a question that its own import asked, and could not be answered
+        else:
+            known = self._loaded.get(plugin)
+            if known is None:
+                known = failed[plugin] = outcome
+        return known, known is outcome
+
+    def put(self, plugin: Candidate, obj: Any) -> None:
+        """Let ``obj`` be what ``plugin`` brought."""
+        self._loaded[plugin] = Loaded(obj)
+
+    def retry(self, installed: Iterable[Candidate]) -> None:
+        """Forget what failed, and what was loaded of distributions that are no longer among ``installed``."""
+        self._failed = {}  # a load that is under way notes its failure in the old one
+        known = set(installed)
+        for plugin in list(self._loaded):
+            if plugin.dist and plugin not in known:
+                self.forget(plugin)
+
+    def forget(self, plugin: Candidate) -> None:
+        """Drop what came of ``plugin``."""
+        self._loaded.pop(plugin, None)
 
 
 def brief(error: BaseException) -> str:

@@ -11,7 +11,6 @@ spawned workers. Objects that a program registers itself have no distribution an
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -20,7 +19,6 @@ from polyattn.registry.discovery import Candidate, normalized
 
 ALLOW = "POLYATTN_ALLOW"
 DISABLE = "POLYATTN_DISABLE"
-_logger = logging.getLogger("polyattn")
 
 
 #: Every list at one moment: allow and disable from the environment, then from code; ``None``: nobody gave that list.
@@ -33,7 +31,6 @@ class Trust:
     def __init__(self) -> None:
         self._allowed: tuple[str, ...] | None = None
         self._disabled: tuple[str, ...] = ()
-        self._warned: set[str] = set()
 
     def allow(self, dists: Iterable[str] | None) -> None:
         """Load plugins of these distributions only; ``None`` lifts the list again."""
@@ -77,13 +74,6 @@ class Trust:
             for entry in names
             if not any(_matches(entry, plugin) for plugin in known)
         ]
-
-    def warn_absent(self, installed: Iterable[str]) -> None:
-        """Log each text of :meth:`absent` once in this process."""
-        for text in self.absent(installed):
-            if text not in self._warned:
-                self._warned.add(text)
-                _logger.warning("%s", text)
 
     def _disable_lists(self) -> list[tuple[str, tuple[str, ...]]]:
         given = os.environ.get(DISABLE, "")

@@ -14,7 +14,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from polyattn._errors import (
     BackendLoadError,
@@ -28,22 +28,14 @@ from polyattn.messages import shown
 from polyattn.registry import discovery, hooks
 from polyattn.registry.contract import BACKEND, READER, ROPE_VARIANT, SCOPE, Contract, type_name
 from polyattn.registry.discovery import BACKENDS, Candidate, candidate, illegal_name, normalized
-from polyattn.registry.loading import Failed, Loaded, PluginInfo, describe, load
+from polyattn.registry.loading import Failed, Loaded, Outcomes, PluginInfo, describe
 from polyattn.registry.names import conflict, unknown
 from polyattn.registry.permissions import Rules, trust
 
 _logger = logging.getLogger("polyattn")
 _serials = itertools.count(1)
-
-
-class _Installed(NamedTuple):
-    """The installed claims of one group, by name, and which of them failed to load since they were found."""
-
-    scan: discovery.Scan | None
-    claims: dict[str, list[Candidate]]
-    failed: dict[Candidate, Failed]
-
-
+#: What the metadata alone says about a name, by the error that ``get`` would raise.
+_STATUS = {DuplicatePluginError: "conflict", BlockedPluginError: "blocked", BackendLoadError: "broken"}
 #: What decides which object a name means: the scan, the lists of trust, and the last change made in code.
 State: TypeAlias = tuple[discovery.Scan, Rules, int]
 
@@ -65,19 +57,19 @@ class Registry:
         self._registered: dict[str, Candidate] = {}
         self._overrides: dict[int, Candidate] = {}  # the last one of a name holds
         self._registrations = 0  # of the last change to either
-        self._loaded: dict[Candidate, Loaded] = {}
-        self._found = _Installed(None, {}, {})
+        self._outcomes = Outcomes()
+        self._found: tuple[discovery.Scan | None, dict[str, list[Candidate]]] = (None, {})
         self._ready: tuple[State | None, dict[str, Any]] = (None, {})  # what names were found to mean in one state
 
     def names(self) -> tuple[str, ...]:
         """Every installed or registered name, sorted, whether or not it can be loaded; imports no plugin."""
-        installed = {name for name in self._installed().claims if not illegal_name(self._contract.group, name)}
+        installed = {name for name in self._installed() if not illegal_name(self._contract.group, name)}
         return tuple(sorted(installed.union(self._in_code())))
 
     def loaded(self) -> tuple[str, ...]:
         """The names whose plugin is loaded and allowed, so that :meth:`get` imports nothing."""
         claims = {name: _sound(self._claims_of(name)) for name in self.names()}
-        return tuple(name for name, sound in claims.items() if len(sound) == 1 and sound[0] in self._loaded)
+        return tuple(name for name, sound in claims.items() if len(sound) == 1 and self._is_loaded(sound[0]))
 
     def state(self) -> State:
         """What decides which object a name means; while it is equal, each name means the same object."""
@@ -95,17 +87,13 @@ class Registry:
         claims = self._claims(name)
         try:
             return self._describe(self._choose(name, claims))
-        except DuplicatePluginError as error:
-            return _joined(claims, "conflict", error)
-        except BlockedPluginError as error:
-            return _joined(claims, "blocked", error)
-        except BackendLoadError as error:
-            return _joined(claims, "broken", error)
+        except PolyattnError as error:
+            return _joined(claims, _STATUS[type(error)], error)
 
     def infos(self) -> tuple[PluginInfo, ...]:
         """What is known about every claim to any name, rivals, blocked and broken ones apart; imports no plugin."""
         infos = [self._describe(plugin) for plugin in self._in_code().values()]
-        for name, claims in self._installed().claims.items():
+        for name, claims in self._installed().items():
             rivals = _sound(claims)
             text = conflict(self._contract.noun, name, rivals) if len(rivals) > 1 else ""
             for plugin in claims:
@@ -228,7 +216,6 @@ class Registry:
         Holds for this process beside ``POLYATTN_ALLOW``, which spawned processes inherit too. ``None`` lifts it.
         """
         trust.allow(None if dists is None else _texts("allow", dists))
-        self._warn_absent()
         hooks.refresh()
 
     def disable(self, names: Iterable[str]) -> None:
@@ -243,29 +230,22 @@ class Registry:
     def __repr__(self) -> str:
         return f"<Registry {self._contract.group}>"
 
-    def _installed(self) -> _Installed:
-        """The installed claims; made anew, and what failed forgotten, when they were looked for anew."""
+    def _installed(self) -> dict[str, list[Candidate]]:
+        """The installed claims to each name."""
         scan = discovery.current()
-        found = self._found
-        if found.scan is not scan:
-            found = _Installed(scan, {}, {})
+        known, claims = self._found
+        if known is not scan:
             plugins = scan.candidates[self._contract.group]
+            self._outcomes.retry(plugins)
+            claims = {}
             for plugin in plugins:
-                found.claims.setdefault(plugin.name, []).append(plugin)
-            known = set(plugins)
-            for plugin in list(self._loaded):
-                if plugin.dist and plugin not in known:
-                    self._loaded.pop(plugin, None)
-            self._found = found
-            self._warn_absent()
-        return found
+                claims.setdefault(plugin.name, []).append(plugin)
+            self._found = scan, claims
+        return claims
 
     def _in_code(self) -> dict[str, Candidate]:
         """What each name means that was registered or is overridden."""
         return {**self._registered, **{claim.name: claim for claim in list(self._overrides.values())}}
-
-    def _warn_absent(self) -> None:
-        trust.warn_absent({plugin.dist for group in discovery.current().candidates.values() for plugin in group})
 
     def _claims(self, name: str) -> list[Candidate]:
         if not isinstance(name, str):
@@ -276,14 +256,14 @@ class Registry:
         return claims
 
     def _claims_of(self, name: str) -> list[Candidate]:
-        in_code = self._in_code().get(name)
-        return [in_code] if in_code else self._claims_installed(name)
+        installed, in_code = self._claims_installed(name), self._in_code().get(name)
+        return [in_code] if in_code else installed
 
     def _claims_installed(self, name: str) -> list[Candidate]:
         dist, _, bare = name.rpartition(":")
         return [
             plugin
-            for plugin in self._installed().claims.get(bare, ())
+            for plugin in self._installed().get(bare, ())
             if not dist or normalized(plugin.dist) == normalized(dist)
         ]
 
@@ -308,25 +288,21 @@ class Registry:
         )
 
     def _object(self, plugin: Candidate) -> Any:
-        noun, failed = self._contract.noun, self._installed().failed
-        known = self._loaded.get(plugin)
-        if known is None:
-            check = functools.partial(self._contract.fault, name=plugin.name)
-            outcome = failed.get(plugin) or load(plugin, noun, check)
-            if isinstance(outcome, Failed):
-                failed[plugin] = outcome
-                outcome.throw()
-            known = self._loaded.setdefault(plugin, outcome)
-            failed.pop(plugin, None)  # of a question that its own import asked
-            if known is outcome:
-                _logger.info("loaded %s '%s': %s (%s)", noun, plugin.name, plugin.label, plugin.value)
-                if self._contract.group == BACKENDS and hooks.installed("polyattn_backend_loaded"):
-                    hooks.call("polyattn_backend_loaded", name=plugin.name, backend=known.obj)
-        return known.obj
+        noun = self._contract.noun
+        outcome, first = self._outcomes.get(plugin, noun, functools.partial(self._contract.fault, name=plugin.name))
+        if isinstance(outcome, Failed):
+            outcome.throw()
+        if first:
+            _logger.info("loaded %s '%s': %s (%s)", noun, plugin.name, plugin.label, plugin.value)
+            if self._contract.group == BACKENDS and hooks.installed("polyattn_backend_loaded"):
+                hooks.call("polyattn_backend_loaded", name=plugin.name, backend=outcome.obj)
+        return outcome.obj
+
+    def _is_loaded(self, plugin: Candidate) -> bool:
+        return isinstance(self._outcomes.peek(plugin), Loaded)
 
     def _describe(self, plugin: Candidate) -> PluginInfo:
-        outcome = self._loaded.get(plugin) or self._installed().failed.get(plugin)
-        return describe(plugin, outcome, trust.forbids(plugin))
+        return describe(plugin, self._outcomes.peek(plugin), trust.forbids(plugin))
 
     def _checked(self, obj: Any, name: str | None = None) -> Any:
         fault = self._contract.fault(obj, name)
@@ -346,13 +322,13 @@ class Registry:
             )
         if claim is None:
             claim = Candidate(group, name, _value(obj), serial=next(_serials))
-            self._loaded[claim] = Loaded(self._checked(obj() if isinstance(obj, type) else obj, name))
+            self._outcomes.put(claim, self._checked(obj() if isinstance(obj, type) else obj, name))
         return claim
 
     def _forget(self, claim: Candidate) -> None:
         """Drop a claim that was made in code."""
         self._registrations = next(_serials)
-        self._loaded.pop(claim, None)
+        self._outcomes.forget(claim)
 
 
 def _sound(claims: Iterable[Candidate]) -> list[Candidate]:
