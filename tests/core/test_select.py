@@ -2,9 +2,12 @@
 
 import ast
 import contextlib
+import copy
+import gc
 import logging
 import pickle
 import sys
+import weakref
 
 import pluggy
 import pytest
@@ -131,8 +134,8 @@ def test_a_backend_by_itself_knows_no_other_and_its_refusal_survives_pickling_wh
     assert caught.value.alternatives is None
     assert len(str(caught.value).splitlines()) == 2
     told = UnsupportedAttentionError("sdpa", caught.value.reasons, ("eager",), ("fa",))
-    copy = pickle.loads(pickle.dumps(told))
-    assert (copy.alternatives, copy.not_asked, str(copy)) == (("eager",), ("fa",), str(told))
+    again = pickle.loads(pickle.dumps(told))
+    assert (again.alternatives, again.not_asked, str(again)) == (("eager",), ("fa",), str(told))
 
 
 def test_when_none_can_auto_lists_everybodys_reasons():
@@ -376,3 +379,19 @@ def test_making_a_prepared_attention_over_a_packed_layout_takes_few_calls(backen
     ready = polyattn.backends.get("sdpa").prepare(layout, request)
     whole = calls(lambda: polyattn.attention(q, q, q, layout, backend=backend))
     assert whole - calls(lambda: ready(q, q, q)) <= most
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_auto_is_one_object_wherever_it_is_copied_to(again):
+    auto, layout = resolve_backend("auto"), MaskLayout.causal(4)
+    auto.prepare(layout, request_of())
+    assert again(auto) is auto
+
+
+def test_auto_keeps_no_layout_alive():
+    layout = MaskLayout.causal(4)
+    resolve_backend("auto").prepare(layout, request_of())
+    alive = weakref.ref(layout)
+    del layout
+    gc.collect()
+    assert alive() is None

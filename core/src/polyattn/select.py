@@ -114,7 +114,7 @@ def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionReq
         PolyattnError: it answers with something else than a :class:`PreparedAttention`.
     """
     try:
-        if type(backend).prepare in _SAVING:
+        if getattr(type(backend), "prepare", None) in _SAVING:
             prepared = backend.prepare(layout, request)
         else:
             prepared = saved_by_autograd(backend.prepare, layout, request)
@@ -208,6 +208,9 @@ class AutoBackend:
 
     def __hash__(self) -> int:
         return hash(AUTO)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (resolve_backend, (AUTO,))
 
     def __repr__(self) -> str:
         return "<backend auto>"
