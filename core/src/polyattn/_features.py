@@ -32,17 +32,17 @@ def missing_abilities(
 ) -> tuple[Reason, ...]:
     """One reason for each feature in use that ``abilities`` lacks."""
     used = features_of(layout, request)
-    if used.keys() <= abilities:
+    lacking = [feature for feature in used if feature not in abilities]
+    if not lacking:
         return ()
     return tuple(
         Reason(
             code=f"no_{feature}",
             feature=feature,
-            got=got,
+            got=used[feature],
             need=f"a backend with the ability '{feature}', which '{backend}' does not have",
         )
-        for feature, got in used.items()
-        if feature not in abilities
+        for feature in lacking
     )
 
 
