@@ -16,20 +16,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from polyattn import _boundary, _derivatives
-from polyattn._errors import (
-    AttentionInputError,
-    DuplicatePluginError,
-    UnknownBackendError,
-    UnsupportedAttentionError,
-)
+from polyattn._errors import AttentionInputError, UnsupportedAttentionError
 from polyattn._features import missing_abilities
 from polyattn._layout import MaskLayout
 from polyattn._options import configured_options
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 from polyattn._tensors import cast_for_autocast, knows_autocast, saveable
-from polyattn.registry import hooks
-from polyattn.select import alternatives
+from polyattn.registry import hooks, restored
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,28 +188,7 @@ class PreparedAttention:
         return result
 
 
-def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
-    """``backend.prepare``, with the names of the backends that can added to a refusal.
-
-    A plugin that does not inherit :class:`BackendBase` knows no other plugin, so core completes its error.
-
-    Raises:
-        UnsupportedAttentionError: the backend refuses.
-        PolyattnError: it answers with something else than a :class:`PreparedAttention`.
-    """
-    try:
-        prepared = _saved_by_autograd(backend.prepare, layout, request)
-    except UnsupportedAttentionError as refusal:
-        if refusal.alternatives is not None:
-            raise
-        can = alternatives(layout, request, but=backend.name)
-        raise UnsupportedAttentionError(refusal.backend, refusal.reasons, can) from refusal
-    if not isinstance(prepared, PreparedAttention):
-        raise _boundary.wrong_answer(backend.name, "prepare must return a PreparedAttention", type(prepared).__name__)
-    return prepared
-
-
-def _saved_by_autograd(
+def saved_by_autograd(
     build: Callable[[MaskLayout, AttentionRequest], PreparedAttention], layout: MaskLayout, request: AttentionRequest
 ) -> PreparedAttention:
     """``build(layout, request)``, for gradients without tensors of inference mode, which autograd cannot save."""
@@ -268,13 +241,13 @@ class BackendBase:
         _boundary.check_layout_type(layout)
         reasons = self.unsupported(layout, request)
         if reasons:
-            raise UnsupportedAttentionError(self.name, reasons, alternatives(layout, request, but=self.name))
+            raise UnsupportedAttentionError(self.name, reasons)
         _boundary.check_layout(layout, request)
 
         def planned(layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
             return PreparedAttention(self, layout, request, self.plan(layout, request))
 
-        return _saved_by_autograd(planned, layout, request)
+        return saved_by_autograd(planned, layout, request)
 
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> Any:
         """Build the state of a supported, validated layout and request: tensors and static ints only."""
@@ -322,18 +295,4 @@ class BackendBase:
         return f"<backend {self.name}>" if self.options is None else f"<backend {self.name} {self.options}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_restore, (self.name, type(self), self.options))
-
-
-def _restore(name: str, kind: type[BackendBase], options: Any) -> BackendBase:
-    # By name where the registry has the same class, so that a worker shares its own instance; else by class.
-    from polyattn.registry.registry import backends
-
-    try:
-        registered = backends.get(name)
-    except (UnknownBackendError, DuplicatePluginError):
-        registered = None
-    if type(registered) is not kind:
-        return kind(options) if options is not None else kind()
-    assert isinstance(registered, BackendBase)
-    return registered if registered.options == options else registered.configure(options)
+        return (restored, (self.name, type(self), self.options))

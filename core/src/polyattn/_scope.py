@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyattn._backend import AttentionBackend, PreparedAttention, prepare
+from polyattn._backend import AttentionBackend, PreparedAttention
 from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError, LayoutError
 from polyattn._layout import MaskLayout
@@ -21,7 +21,7 @@ from polyattn._layout.operations import is_placed, steps_by_one
 from polyattn._request import AttentionRequest
 from polyattn.messages import shown
 from polyattn.rope import RotaryEmbedding, RotaryTables
-from polyattn.select import resolve_backend
+from polyattn.select import prepare, resolve_backend
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

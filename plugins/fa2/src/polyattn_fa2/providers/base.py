@@ -6,6 +6,7 @@ Nothing here imports the package before it is asked whether it can run.
 from __future__ import annotations
 
 import abc
+import functools
 import importlib
 import importlib.util
 import sys
@@ -102,7 +103,7 @@ class Provider(abc.ABC):
 
     def installed(self) -> bool:
         """Whether the package is there; does not import it."""
-        return sys.modules.get(self.package) is not None or importlib.util.find_spec(self.package) is not None
+        return sys.modules.get(self.package) is not None or _on_path(self.package, tuple(sys.path))
 
     def reasons(self, device: torch.device) -> tuple[Reason, ...]:
         """Why nothing can run on ``device``; empty when it can.
@@ -180,6 +181,12 @@ class Provider(abc.ABC):
 
     def _not_installed(self) -> Reason:
         return Reason(NOT_INSTALLED, "kernel", f"no installed package {self.package}", self.needs, self.install)
+
+
+@functools.cache
+def _on_path(package: str, path: tuple[str, ...]) -> bool:
+    # Remembered: it searches the whole path, for every question of whoever asks all backends.
+    return importlib.util.find_spec(package) is not None
 
 
 def _gpu_reasons(device: torch.device) -> tuple[Reason, ...]:
