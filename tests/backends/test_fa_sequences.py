@@ -67,7 +67,7 @@ def seen_by_kernel(plan, batch, q_len, kv_len):
     grid = seen.view(batch, q_len, batch, kv_len)
     inside = torch.stack([grid[b, :, b] for b in range(batch)])
     assert inside.sum() == seen.sum(), "a query sees keys of another batch row"
-    return inside if plan.dead is None else inside & ~plan.dead[:, 0]
+    return inside if plan.rows is None else inside & ~plan.rows[:, 0]
 
 
 def assert_same(layout, batch):

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 import torch
-from polyattn.kernels import FLOATING
 from torch import Tensor, nn
 
 from polyattn import AttentionInputError, AttentionScope, ConfigError
+from polyattn.kernels import FLOATING
 from polyattn.messages import shown
 from polyattn_modules.spec import AttentionSpec, given
 

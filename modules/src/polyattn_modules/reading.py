@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from polyattn.kernels import autocast_dtype
 from torch import Tensor
 
 from polyattn import AttentionScope, PreparedAttention, RotaryEmbedding, RotaryTables
+from polyattn.kernels import autocast_dtype
 from polyattn_modules.inputs import check_inputs, check_types
 from polyattn_modules.kind import Call
 

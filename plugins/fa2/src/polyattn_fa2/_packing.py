@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from polyattn_fa2._sequences import Call
 from polyattn_fa2.providers import KernelCall
@@ -102,15 +100,3 @@ def whole(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Tokens as a tensor of ``shape`` ``[B, H, S, ...]``; in memory they stay token by token."""
     b, h, s, *inner = shape
     return tokens.reshape(b, s, h, *inner).transpose(1, 2)
-
-
-def ready(x: Tensor, width: int) -> Tensor:
-    """``x`` of the width that the kernel wants, its last dimension contiguous."""
-    if x.shape[-1] < width:
-        x = functional.pad(x, (0, width - x.shape[-1]))  # keeps an order of dimensions such as channels last
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def with_column(x: Tensor, column: Tensor) -> Tensor:
-    """``x`` ``[..., X]`` with one more column behind its own."""
-    return torch.cat([x, column.unsqueeze(-1).to(x.dtype)], -1)

@@ -117,21 +117,8 @@ class Provider(abc.ABC):
         return (*_gpu_reasons(device), *self._kernel_reasons())
 
     def limits(self, request: AttentionRequest, *, deterministic: bool) -> tuple[Reason, ...]:
-        """Why a request is refused although the kernels run."""
-        return tuple(
-            Reason(
-                f"{self.name}_has_no_{feature}",
-                feature,
-                got,
-                f"a provider with {feature}, which {self.name} is not",
-                f"use the provider flash_attn ({FLASH_ATTN_INSTALL}), or another backend",
-            )
-            for feature, got, asked in (
-                ("softcap", f"softcap {request.softcap}", request.softcap is not None),
-                ("dropout", f"dropout_p {request.dropout} in training", request.dropout > 0),
-            )
-            if asked and feature not in self.abilities
-        )
+        """Why a request is refused although the kernels run and have every feature of it."""
+        return ()
 
     @abc.abstractmethod
     def version_problem(self, module: Any) -> str:

@@ -46,12 +46,10 @@ class TorchVarlen(Provider):
         return f"FlashAttention-2 inside torch {torch.__version__} (varlen_attn)"
 
     def limits(self, request: AttentionRequest, *, deterministic: bool) -> tuple[Reason, ...]:
-        """No softcap, no dropout, and a backward that is deterministic only when all of torch is."""
-        reasons = super().limits(request, deterministic=deterministic)
+        """A backward that is deterministic only when all of torch is."""
         if not deterministic or not request.needs_grad or _torch_is_deterministic():
-            return reasons
+            return ()
         return (
-            *reasons,
             Reason(
                 "torch_varlen_not_deterministic",
                 "deterministic",
