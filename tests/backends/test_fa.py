@@ -420,7 +420,9 @@ def test_a_whole_model_is_one_graph_that_prepares_inside(calls, layout):
 
 
 def test_torch_has_the_functions_that_are_called():
-    call = providers.KernelCall(0.5, -1, 0, 0.0, 0.0, False, *torch.zeros(2, 3, dtype=torch.int32, device="meta"), 4, 4)
+    call = providers.KernelCall(
+        0.5, (-1, 0), 0.0, 0.0, False, *torch.zeros(2, 3, dtype=torch.int32, device="meta"), 4, 4
+    )
     q, k, v = torch.zeros(3, 8, 2, 16, dtype=LOW, device="meta")
     output, lse, rng_state = providers.TorchVarlen().forward(q, k, v, call)
     assert (output.shape, lse.shape) == ((8, 2, 16), (2, 8))

@@ -73,6 +73,7 @@ def _qkv(length=8, *, dtype=torch.float32, grad=False):
 _LACKS = "which 'flex_attention' does not have"
 _INFERENCE_ONLY = f"{_LACKS}; use a CUDA device, since the compiled CPU kernel is inference only; or {_UNCOMPILED}"
 _NO_LSE = f"{_LACKS}; use a CUDA device, since the compiled CPU kernel returns no LSE"
+_FOR_SINKS = f"{_NO_LSE}, which sinks are applied with; or {_UNCOMPILED}"
 REFUSALS = {
     "training": (
         {"needs_grad": True},
@@ -88,10 +89,7 @@ REFUSALS = {
     ),
     "sinks": (
         {"has_sinks": True},
-        (
-            f"sinks: got sink logits, need a backend with the ability 'sinks', {_NO_LSE}, which sinks are applied with; "
-            f"or {_UNCOMPILED}"
-        ),
+        f"sinks: got sink logits, need a backend with the ability 'sinks', {_FOR_SINKS}",
     ),
     "bias_gradient": (
         {"has_bias": True, "needs_bias_grad": True},

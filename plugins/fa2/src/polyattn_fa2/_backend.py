@@ -20,7 +20,7 @@ from polyattn import (
 from polyattn.kernels import features_of, finished, hidden_in_blocks, shut_out
 from polyattn_fa2 import providers
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
-from polyattn_fa2._pieces import Reach
+from polyattn_fa2._pieces import WindowSize
 from polyattn_fa2._sequences import Sequences, calls_of, from_blocks, from_validity, uniform
 from polyattn_fa2.providers.base import FLASH_ATTN_INSTALL, MAX_WIDTH
 
@@ -119,10 +119,10 @@ class FlashBackend(BackendBase):
             self._deterministic(request),
             request.needs_lse_grad or request.has_sinks,
         )
-        reach = _uniform_reach(layout, request)
-        if reach is not None:
+        window_size = _uniform_window_size(layout, request)
+        if window_size is not None:
             sizes = (request.batch, layout.q_len, layout.kv_len)
-            return FlashPlan(uniform(*sizes, reach, fixed=provider.fixed, device=request.device), settings)
+            return FlashPlan(uniform(*sizes, window_size, fixed=provider.fixed, device=request.device), settings)
         blocks = layout.to_blocks()
         if blocks is None:
             return FlashPlan(_moved(_validity_only(layout, request), request.device), settings)
@@ -157,7 +157,7 @@ class FlashBackend(BackendBase):
         """The provider, and how many calls over how many sequences."""
         plan: FlashPlan = prepared.state
         title, calls = providers.get(plan.settings.provider).title(), calls_of(plan.sequences.calls)
-        if plan.sequences.q_offsets is None:
+        if plan.sequences.cu_seqlens_q is None:
             return f"{title}, one call on the batch as it is"
         many = "call" if len(calls) == 1 else "calls"
         return f"{title}, {sum(call.sequences for call in calls)} sequences in {len(calls)} {many}"
@@ -171,8 +171,8 @@ def _structure(layout: MaskLayout) -> StructuredMask:
     return layout.visibility
 
 
-def _uniform_reach(layout: MaskLayout, request: AttentionRequest) -> Reach | None:
-    """The reach of one call on whole batch rows; ``None`` where a query sees nothing or a key is not seen."""
+def _uniform_window_size(layout: MaskLayout, request: AttentionRequest) -> WindowSize | None:
+    """The window size of one call on whole batch rows; ``None`` where a query sees nothing or a key is not seen."""
     mask = layout.visibility
     if not isinstance(mask, StructuredMask) or layout.active_queries is not None or layout.heads > 1:
         return None
@@ -183,7 +183,7 @@ def _uniform_reach(layout: MaskLayout, request: AttentionRequest) -> Reach | Non
         return None
     if mask.window is None or mask.window >= max(layout.kv_len, layout.q_len):
         return -1, 0 if mask.causal else -1
-    # A key that no query sees, or a query that sees nothing; and the kernels take a reach of K or more for unbounded.
+    # A key that no query sees, or a query that sees nothing; and the kernels take a side of K or more for unbounded.
     if ahead < 0 or ahead >= mask.window:
         return None
     return mask.window - 1, 0 if mask.causal else mask.window - 1
@@ -232,7 +232,7 @@ def _structure_reasons(layout: MaskLayout, request: AttentionRequest) -> tuple[R
     mask = layout.visibility
     if not isinstance(mask, StructuredMask):
         return ()
-    if layout.to_blocks() is not None or _uniform_reach(layout, request) is not None:
+    if layout.to_blocks() is not None or _uniform_window_size(layout, request) is not None:
         return ()
     if _hides_only_invalid_keys(layout):
         return ()

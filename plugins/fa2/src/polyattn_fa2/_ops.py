@@ -58,7 +58,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, settings: Setti
     """
     s, how = sequences, settings
     output, lse, _ = _Flash.apply(
-        q, k, v, s.calls, s.q_offsets, s.k_offsets, s.q_rows, s.q_slots, s.k_rows,
+        q, k, v, s.calls, s.cu_seqlens_q, s.cu_seqlens_k, s.q_rows, s.q_slots, s.k_rows,
         how.provider, how.scale, how.softcap, how.dropout, how.deterministic, how.lse_grad,
     )  # fmt: skip
     # Without a gradient of q and k it depends on nothing that has one.
@@ -109,8 +109,8 @@ def _forward(
     k: Tensor,
     v: Tensor,
     calls: Tensor,
-    q_offsets: Tensor | None,
-    k_offsets: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     q_rows: Tensor | None,
     q_slots: Tensor | None,
     k_rows: Tensor | None,
@@ -122,13 +122,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel, settings = providers.get(provider), (scale, softcap, dropout, deterministic)
     width, v_width = padded_width(q.shape[3], v.shape[3]), v.shape[3]
-    tq, tk, tv = (tokens_of(x, fixed=q_offsets is None) for x in (q, k, v))
+    tq, tk, tv = (tokens_of(x, fixed=cu_seqlens_q is None) for x in (q, k, v))
     output = lse = None
     real = calls_of(calls)
     if not any(call.all_queries for call in real):
         output, lse = tq.new_zeros((*tq.shape[:2], v_width)), tq.new_full(tq.shape[:2], -torch.inf, dtype=torch.float32)
     rng_states = torch.zeros(MAX_CALLS, 2, dtype=torch.int64, device=q.device)
-    for i, part in enumerate(parts(real, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings)):
+    for i, part in enumerate(parts(real, cu_seqlens_q, cu_seqlens_k, q_rows, q_slots, k_rows, settings)):
         packed, packed_lse, rng_states[i] = kernel.forward(
             with_width(part.queries(tq), width),
             with_width(part.keys(tk), width),
@@ -165,8 +165,8 @@ def _backward(
     lse: Tensor,
     rng_states: Tensor,
     calls: Tensor,
-    q_offsets: Tensor | None,
-    k_offsets: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     q_rows: Tensor | None,
     q_slots: Tensor | None,
     k_rows: Tensor | None,
@@ -179,7 +179,7 @@ def _backward(
     kernel, settings = providers.get(provider), (scale, softcap, dropout, deterministic)
     d, dv = q.shape[3], v.shape[3]
     width = padded_width(d, dv) if grad_lse is None else width_with_lse_gradient(d, dv)
-    fixed = q_offsets is None
+    fixed = cu_seqlens_q is None
     tq, tk, tv, tgrad, toutput, tlse = (tokens_of(x, fixed=fixed) for x in (q, k, v, grad, output, lse))
     if grad_lse is not None:
         tgrad, toutput = with_lse_column(tgrad, toutput, tokens_of(grad_lse, fixed=fixed))
@@ -191,7 +191,7 @@ def _backward(
     if not any(call.all_keys for call in real):
         dtype = torch.float32 if shared else q.dtype
         grads[1:] = torch.zeros_like(tk, dtype=dtype), torch.zeros_like(tv, dtype=dtype)
-    for i, part in enumerate(parts(real, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings)):
+    for i, part in enumerate(parts(real, cu_seqlens_q, cu_seqlens_k, q_rows, q_slots, k_rows, settings)):
         packed = kernel.backward(
             with_width(part.queries(tgrad), width),
             with_width(part.queries(tq), width),

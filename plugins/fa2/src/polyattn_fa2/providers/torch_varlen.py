@@ -66,10 +66,10 @@ class TorchVarlen(Provider):
             q,
             k,
             v,
-            call.q_offsets,
-            call.k_offsets,
-            call.max_q,
-            call.max_k,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
             return_aux=kernels.AuxRequest(lse=True),
             scale=call.scale,
             window_size=_window(call),
@@ -97,10 +97,10 @@ class TorchVarlen(Provider):
             v,
             output,
             lse,
-            call.q_offsets,
-            call.k_offsets,
-            call.max_q,
-            call.max_k,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
             window == (-1, 0),
             rng_state.view(torch.uint64),
             call.scale,
@@ -110,9 +110,9 @@ class TorchVarlen(Provider):
 
 
 def _window(call: KernelCall) -> tuple[int, int]:
-    if (call.left, call.right) == (-1, -1):
-        return call.max_k, call.max_k
-    return call.left, call.right
+    if call.window_size == (-1, -1):
+        return call.max_seqlen_k, call.max_seqlen_k
+    return call.window_size
 
 
 def _torch_is_deterministic() -> bool:
