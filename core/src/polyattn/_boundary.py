@@ -53,9 +53,10 @@ def check_layout(layout: MaskLayout, request: AttentionRequest) -> None:
             f"layout.heads must be 1 (the same for all) or the number of query heads, got layout.heads={layout.heads} "
             f"and {request.heads} query heads"
         )
-    if layout.device is not None and layout.device != request.device:
+    device = layout.device
+    if device is not None and device != request.device:
         problems.append(
-            f"layout must be on the device of q, k and v, got {layout.device} and {request.device}; "
+            f"layout must be on the device of q, k and v, got {device} and {request.device}; "
             f"move it with layout.to({shown(str(request.device))})"
         )
     if problems:

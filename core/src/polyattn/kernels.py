@@ -76,8 +76,8 @@ def hidden_in_blocks(layout: MaskLayout, request: AttentionRequest) -> tuple[Ten
     Rows and keys of no block never reach such a kernel. Only inactive queries between active ones may lie in a block,
     and keys that only they would see.
     """
-    blocks = layout.to_blocks()
-    if layout.active_queries is None or blocks is None:
+    blocks = None if layout.active_queries is None else layout.to_blocks()
+    if blocks is None:
         return None, None
     tracing = torch.compiler.is_compiling()
     rows = layout.rows_without_keys(request.device if tracing else "cpu")
@@ -137,7 +137,8 @@ def finished(
         rows: fully masked rows, ``Bool[B|1, Hq|1, Q, 1]``; ``None``: the kernel has written 0 and ``-inf`` itself.
         sinks: floating ``[Hq]``.
     """
-    output, lse = put_back(output, lse, rows)
+    if rows is not None:
+        output, lse = put_back(output, lse, rows)
     if sinks is not None:
         assert lse is not None
         output = apply_sinks(output, lse, sinks)

@@ -70,7 +70,9 @@ class LayoutBase:
     @property
     def device(self) -> torch.device | None:
         """The device of the tensors; ``None`` for a layout that holds none and serves every device."""
-        tensors = [*held(self.visibility), *held(self.active_queries)]
+        if self.active_queries is not None:
+            return self.active_queries.device
+        tensors = held(self.visibility)
         return tensors[0].device if tensors else None
 
     @property

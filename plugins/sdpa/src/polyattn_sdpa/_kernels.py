@@ -29,9 +29,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
     if mask is None and k.shape[2] < FEW_KEYS:
         mask = q.new_zeros(q.shape[2], k.shape[2])
     # The raw op reads garbage from a last stride other than 1, and wants one width for q, k and v.
-    output, lse = _FORWARD(
-        with_width(q, width), with_width(k, width), with_width(v, width), 0.0, causal, attn_mask=mask, scale=scale
-    )
+    if not (q.shape[3] == v_width and q.stride(3) == k.stride(3) == v.stride(3) == 1):
+        q, k, v = with_width(q, width), with_width(k, width), with_width(v, width)
+    output, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return output[..., :v_width], lse
 
 
