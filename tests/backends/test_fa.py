@@ -234,15 +234,15 @@ def test_garbage_outside_every_sequence_becomes_zero(provider, uncovered):
 
 def test_inactive_queries_inside_a_sequence_give_and_take_nothing(provider):
     layout = MaskLayout.causal(8, active_queries=torch.tensor([[True, False, True, False, True, True, False, True]]))
-    dead = layout.rows_without_keys()[0, 0]
+    masked = layout.rows_without_keys()[0, 0]
     tensors = qkv(grad=True)
     poisoned = [x.detach().clone().requires_grad_() for x in tensors]
     with torch.no_grad():
-        poisoned[0][:, :, dead] = torch.nan
+        poisoned[0][:, :, masked] = torch.nan
     outputs = []
     for q, k, v in (tensors, poisoned):
         result = attention(q, k, v, layout, backend=FlashBackend(FlashOptions(provider)), return_lse=True)
-        weight = torch.where(dead[:, None], torch.nan, 1.0).to(LOW)
+        weight = torch.where(masked[:, None], torch.nan, 1.0).to(LOW)
         torch.autograd.backward(
             [result.output, result.lse], [weight.expand_as(result.output), weight.mT.float().expand(1, 2, 8)]
         )
@@ -268,7 +268,7 @@ def test_a_part_whose_last_query_sees_later_keys_gives_what_the_whole_gives(prov
 
 
 @pytest.mark.parametrize("layout", [MaskLayout.causal(8), MaskLayout.packed([3, 5]), MaskLayout.causal(8, 3)],
-                         ids=["fixed", "sequences", "dead_rows"])  # fmt: skip
+                         ids=["fixed", "sequences", "fully_masked_rows"])  # fmt: skip
 def test_the_lse_is_a_natural_logarithm_per_head_and_query_and_minus_infinity_where_nothing_is_seen(provider, layout):
     q, k, v = qkv(layout.q_len, layout.kv_len, batch=2, heads=4)
     lse = attention(q, k, v, layout, backend=FlashBackend(FlashOptions(provider)), return_lse=True).lse

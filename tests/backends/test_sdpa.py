@@ -275,7 +275,7 @@ FATAL = {
     "fewer query heads": "attention(rand(1, 1, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(4))",
     "heads that do not divide": "attention(rand(1, 3, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(4))",
     "unequal batches": "attention(rand(2, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(4))",
-    "a dead element": "attention(*rand(3, 2, 2, 4, 8), L.dense(torch.zeros(2, 1, 4, 4, dtype=torch.bool)))",
+    "a hidden element": "attention(*rand(3, 2, 2, 4, 8), L.dense(torch.zeros(2, 1, 4, 4, dtype=torch.bool)))",
 }
 
 

@@ -60,7 +60,7 @@ _L = TypeVar("_L", Tensor, Tensor | None)
 
 def fully_masked_rows(layout: MaskLayout, request: AttentionRequest) -> Tensor | None:
     """``Bool[B|1, H|1, Q, 1]`` on the request's device, True for a query that sees no key, or ``None``."""
-    return layout.rows_without_keys(request.device).unsqueeze(-1) if layout.may_have_dead_rows else None
+    return layout.rows_without_keys(request.device).unsqueeze(-1) if layout.may_have_fully_masked_rows else None
 
 
 def unseen_keys(layout: MaskLayout, request: AttentionRequest) -> Tensor | None:
