@@ -163,5 +163,14 @@ def test_it_passes_the_kit_as_an_author_runs_it(target, run_python):
 
 @pytest.mark.slow
 def test_its_own_tests_pass(target, run_python):
-    tests = [FOLDER, "-c", FOLDER / "pyproject.toml", "-q", "-p", "no:cacheprovider", "-k", "SmallChunks and dead_rows"]
+    tests = [
+        FOLDER,
+        "-c",
+        FOLDER / "pyproject.toml",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "SmallChunks and fully_masked_rows",
+    ]
     assert " passed" in run_python(["-m", "pytest", *tests], path=[target], timeout=300).stdout

@@ -22,7 +22,7 @@ from polyattn._layout import MaskLayout
 from polyattn._options import configured_options
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
-from polyattn._tensors import cast_for_autocast, knows_autocast, saveable
+from polyattn._tensors import accumulation_dtype, cast_for_autocast, knows_autocast, saveable
 from polyattn.registry import hooks, restored
 
 
@@ -101,7 +101,7 @@ class PreparedAttention:
         request = self.request
         object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
         shape = (request.batch, request.heads, self.layout.q_len, request.v_head_dim)
-        object.__setattr__(self, "_answer", (shape, torch.promote_types(request.dtype, torch.float32)))
+        object.__setattr__(self, "_answer", (shape, accumulation_dtype(request.dtype)))
         kind = request.device.type
         object.__setattr__(self, "autocast_kind", kind if knows_autocast(kind) else None)
         object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
@@ -165,7 +165,8 @@ class PreparedAttention:
         if torch.compiler.is_compiling():
             # Dynamo refuses an autograd function that gets one tensor twice, as when k is v.
             return self.backend.attend(q, k.view_as(k), v.view_as(v), self, bias=bias, sinks=sinks)
-        if self._refusal is not None:
+        refusal = self._refusal
+        if refusal is not None and _derivatives.transforming():
             _derivatives.refuse_transforms(self.backend.name)
         result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
         shape, lse_dtype = self._answer
@@ -178,13 +179,13 @@ class PreparedAttention:
             right = False
         if not right:
             _boundary.raise_wrong_result(result, self.backend.name, self.layout, request)
-        if self._refusal is not None and request.needs_grad:
+        if refusal is not None and request.needs_grad:
             node = output.grad_fn
             if node is not None:
-                node.register_prehook(self._refusal)
+                node.register_prehook(refusal)
             node = None if lse is None else lse.grad_fn
             if node is not None:
-                node.register_prehook(self._refusal)
+                node.register_prehook(refusal)
         return result
 
 
@@ -202,12 +203,14 @@ class BackendBase:
     """What most backends want around their kernel; inherit it or not.
 
     A subclass sets ``name`` and ``abilities`` and overrides :meth:`plan` and :meth:`attend`. Every feature that a
-    layout and a request use and ``abilities`` lacks is refused without further code.
+    layout and a request use and ``abilities`` lacks is refused without further code; :meth:`abilities_on` is for
+    abilities that depend on the device, :meth:`hint` for what to do about a refusal, and ``polyattn.kernels`` has what
+    kernels share.
 
     Attributes:
         name: the entry point's name.
         api_version: version of the backend protocol that the class was written for.
-        abilities: features that the backend honours (see ``polyattn.testing``).
+        abilities: features that the backend honours on the best device of this machine (see ``polyattn.testing``).
         Options: a frozen dataclass with defaults, or ``None`` when there is nothing to configure.
         options: the instance's options.
     """
@@ -219,6 +222,14 @@ class BackendBase:
 
     def __init__(self, options: Any = None) -> None:
         self.options = options if options is not None or self.Options is None else self.Options()
+
+    def abilities_on(self, device: torch.device) -> frozenset[str]:
+        """The features that the backend honours on ``device``."""
+        return self.abilities
+
+    def hint(self, feature: str, device: torch.device) -> str:
+        """What to do about ``feature``, which :meth:`abilities_on` lacks on ``device``; may be empty."""
+        return ""
 
     def device_reasons(self, device: torch.device) -> tuple[Reason, ...]:
         """Why nothing can run on ``device``: the kernel is absent or broken, or the device is of another kind."""
@@ -232,7 +243,7 @@ class BackendBase:
         """Every reason, device and kernel first."""
         return (
             *self.device_reasons(request.device),
-            *missing_abilities(self.name, self.abilities, layout, request),
+            *missing_abilities(self.name, self.abilities_on(request.device), layout, request, self.hint),
             *self.extra_reasons(layout, request),
         )
 

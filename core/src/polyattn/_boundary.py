@@ -14,7 +14,7 @@ from torch import Tensor
 from polyattn._errors import AttentionInputError, LayoutError, PolyattnError
 from polyattn._layout import MaskLayout
 from polyattn._request import AttentionRequest
-from polyattn._tensors import FLOATING, check_qkv
+from polyattn._tensors import FLOATING, accumulation_dtype, check_qkv
 from polyattn.messages import shown
 
 
@@ -161,7 +161,7 @@ def check_sinks(sinks: Tensor | None, request: AttentionRequest) -> None:
 def raise_wrong_result(result: object, backend: str, layout: MaskLayout, request: AttentionRequest) -> NoReturn:
     """Raise the error that says what about an answer of ``attend`` breaks the conventions."""
     shape = (request.batch, request.heads, layout.q_len, request.v_head_dim)
-    lse_dtype = torch.promote_types(request.dtype, torch.float32)
+    lse_dtype = accumulation_dtype(request.dtype)
     for name, need in (("output", (shape, request.dtype)), ("lse", (shape[:3], lse_dtype))):
         if not hasattr(result, name):
             break

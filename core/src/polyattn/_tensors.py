@@ -16,6 +16,11 @@ from polyattn._errors import AttentionInputError
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and of the LSE: FP64 for FP64, FP32 for everything narrower."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 def knows_autocast(kind: str) -> bool:
     """Whether torch answers questions about autocast on devices of type ``kind``, which raise for ``meta``.
 
