@@ -68,7 +68,7 @@ class Ours(nn.Module):
         hidden = self.body.embed_tokens(tokens)
         scope = AttentionScope(layout)
         for attention in self.attention:
-            attention.prefill(scope, hidden, positions)
+            attention.fill(scope, hidden, positions)
         for attention, block in zip(self.attention, self.body.layers, strict=True):
             hidden = hidden + attention(block.input_layernorm(hidden), scope, positions)
             hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
@@ -156,7 +156,7 @@ def overhead(rounds=200, calls=20):
     layer = GroupedQueryAttention(32, 4, 2, 8, rope=rope, qk_norm=norm, backend="sdpa")
     hidden, positions = torch.randn(1, 8, 32, requires_grad=True), torch.arange(8)[None]
     scope = AttentionScope(MaskLayout.causal(8))
-    layer.prefill(scope, hidden, positions)
+    layer.fill(scope, hidden, positions)
     tables = scope.rotary(layer.rotary, positions)
     parts = [getattr(layer, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
 

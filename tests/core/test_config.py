@@ -108,7 +108,7 @@ def test_sequence_parallelism_is_refused_when_the_config_is_built():
 @pytest.mark.parametrize(
     "data, text",
     [
-        ({"atn_backend": "sdpa"}, r"unknown key 'atn_backend' .* the keys are attn_backend, backend_options, rope"),
+        ({"atn_backend": "sdpa"}, r"unknown key 'atn_backend' .* the keys are attn_backend, backend_options, hidden_size"),
         ({"attn_backend": 3}, "must be the name of a backend, got 3"),
         ({"attn_backend": "eager", "backend_options": {"x": 1}}, "backend 'eager' has no options, got 'x'"),
         ({"backend_options": ["x"]}, "backend_options must be a mapping, got list"),

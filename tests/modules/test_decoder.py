@@ -68,7 +68,7 @@ def test_activation_checkpointing_works_without_a_prefilled_scope(reentrant):
     model = decoder()
     want = gradients(model, *BATCH)
     for layer in model.layers:
-        layer.attention.prefill = lambda *args: None
+        layer.attention.fill = lambda *args: None
     model.checkpoint = reentrant
     close(gradients(model, *BATCH), want)
 
@@ -180,7 +180,7 @@ def test_a_scope_keeps_nothing_alive_after_the_forward():
         scope = AttentionScope(layout)
         hidden = model.embedding(tokens)
         for layer in model.layers:
-            layer.attention.prefill(scope, hidden, positions)
+            layer.attention.fill(scope, hidden, positions)
             hidden = layer(hidden, scope, positions)
         hidden.sum().backward()
         tables = scope.rotary(model.layers[0].attention.rotary, positions)

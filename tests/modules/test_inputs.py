@@ -44,7 +44,7 @@ def refused(layer, kind=AttentionInputError, **call):
     with pytest.raises(kind) as caught:
         layer(hidden, scope, positions, **rest)
     with pytest.raises(kind):  # filling the scope asks for the same
-        layer.prefill(scope, hidden, positions, **rest)
+        layer.fill(scope, hidden, positions, **rest)
     return str(caught.value)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class AttentionScope:
     """Shares prepared attention and rotary tables among the layers of one forward.
 
-    Make one at the top of a model's forward, fill it there (``GroupedQueryAttention.prefill``) and hand it to the
+    Make one at the top of a model's forward, fill it there (``GroupedQueryAttention.fill``) and hand it to the
     layers; let it go with the forward. Filling it inside a checkpointed region cannot be traced.
 
     Args:

@@ -24,30 +24,27 @@ import torch
 
 from polyattn import AttentionBackend, ConfigError, PolyattnError, RopeConfigError, RopeSpec, UnsupportedAttentionError
 from polyattn.messages import listed, shown
-from polyattn.registry import readers
 from polyattn.select import resolve_backend
+from polyattn_modules.fields import FIELDS, SIZES, QKNorm, Structure, problem_of
 from polyattn_modules.groups import LayerGroup, check_group_keys, group_fields, read_layers
 from polyattn_modules.kind import layer_kind
 from polyattn_modules.layer import LayerAttention
 from polyattn_modules.serving import require_servable
-from polyattn_modules.spec import QKNorm, check_count, problem_of
+from polyattn_modules.spec import check_count, write_hf
 from polyattn_modules.yaml_files import read_yaml
 
 _T = TypeVar("_T")
 #: Keys that only the canonical form of a rotary spec has.
 _CANONICAL_ONLY = ("axes", "interleaved", "original_max_position", "rotary_dim", "schema_version", "variant")
-_SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")
-
-
-_LAYER_FIELDS = (
-    *("attn_backend", "backend_options"),
-    *(field.name for field in dataclasses.fields(LayerAttention) if field.name != "backend"),
-)
+#: What a config says of a layer, and a group of layers may override.
+_LAYER_FIELDS = ("attn_backend", "backend_options", *FIELDS)
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(Structure):
     """The attention of a model, as its training config says it.
+
+    Beside the arguments below it takes every field of :class:`Structure` by its name.
 
     Args:
         attn_backend: name of a backend, ``"auto"``, or a backend object.
@@ -56,8 +53,6 @@ class AttentionConfig:
             transformers configuration, with ``model_type``, ``head_dim`` and ``max_position_embeddings``), or ``None``.
             Beside such keys, ``convention`` says how a draft model's are meant; see :meth:`RopeSpec.from_hf`.
         qk_norm: a :class:`QKNorm`, its dictionary, or ``None``.
-        window: keys that a query sees, itself included, or ``None``.
-        dropout, bias, output_bias, softcap, sinks, scale: see :class:`AttentionSpec`.
         hidden_size, num_heads, num_kv_heads, head_dim, v_head_dim: sizes, for a config that says them. Then whole
             layers can be built from it, and what a backend cannot do for them is an error of the config. A config does
             not know the device: that a backend cannot run there, or that its kernel is not installed, is an error of
@@ -75,22 +70,10 @@ class AttentionConfig:
 
     attn_backend: str | AttentionBackend = "auto"
     backend_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    rope: RopeSpec | Mapping[str, Any] | None = None
-    window: int | None = None
-    groups: Sequence[LayerGroup | Mapping[str, Any]] = ()
     _: dataclasses.KW_ONLY
-    qk_norm: QKNorm | Mapping[str, Any] | None = None
-    dropout: float = 0.0
-    bias: bool = False
-    output_bias: bool = False
-    softcap: float | None = None
-    sinks: bool = False
-    scale: float | None = None
-    hidden_size: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    v_head_dim: int | None = None
+    rope: Any = None
+    qk_norm: Any = None
+    groups: Sequence[LayerGroup | Mapping[str, Any]] = ()
     serving_target: str | None = None
     _default: LayerAttention = dataclasses.field(init=False, repr=False, compare=False)
     _resolved: tuple[LayerAttention, ...] = dataclasses.field(init=False, repr=False, compare=False)
@@ -156,12 +139,7 @@ class AttentionConfig:
             RopeConfigError: the class cannot carry a rotary spec.
         """
         self.check_layers(layers)
-        specs = [self.layer(index).spec for index in range(layers)]
-        for spec in dict.fromkeys(specs):
-            if self.serving_target is not None:
-                require_servable(spec, self.serving_target)
-        written: dict[str, Any] = readers.get("hf_attention").write(specs, model_type)
-        return written
+        return write_hf([self.layer(index).spec for index in range(layers)], model_type, self.serving_target)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionConfig:
@@ -172,7 +150,7 @@ class AttentionConfig:
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"the attention config must be a mapping, got {type(data).__name__}")
-        known = [field.name for field in dataclasses.fields(cls) if field.init]
+        known = [*_LAYER_FIELDS, "groups", "serving_target"]
         unknown = [key for key in data if key not in known]
         faults = _Faults()
         if unknown:
@@ -209,9 +187,9 @@ class AttentionConfig:
 
     def _check_whole(self, layer: LayerAttention) -> None:
         """Refuse fields that contradict each other, and what backend or serving engine cannot do with them."""
-        if all(getattr(layer, name) is None for name in _SIZES):
+        if all(getattr(layer, name) is None for name in SIZES):
             if self.serving_target is not None:
-                raise ConfigError(f"serving_target must come with the sizes {', '.join(_SIZES[:3])}, got none of them")
+                raise ConfigError(f"serving_target must come with the sizes {', '.join(SIZES[:3])}, got none of them")
             return
         spec = layer.spec
         reasons = layer_kind(layer.backend, spec).refusals(torch.float32, None)
@@ -329,7 +307,7 @@ def _field(name: str, value: Any) -> Any:
         return _rope(value)
     if name == "qk_norm" and value is not None and not isinstance(value, QKNorm):
         return QKNorm.from_dict(value)
-    problem = "" if name in _SIZES and value is None else problem_of(name, value)
+    problem = "" if name in SIZES and value is None else problem_of(name, value)
     if problem:
         raise ConfigError(problem)
     return value
