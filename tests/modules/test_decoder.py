@@ -184,7 +184,7 @@ def test_a_scope_keeps_nothing_alive_after_the_forward():
             hidden = layer(hidden, scope, positions)
         hidden.sum().backward()
         tables = scope.rotary(model.layers[0].attention.rotary, positions)
-        alive = [weakref.ref(x) for x in (scope, layout, positions, tables.cos, *scope._prepared.values())]
+        alive = [weakref.ref(x) for x in (scope, layout, positions, tables.cos, *scope.kept("attention"))]
         del scope, layout, positions, tables, hidden
         assert [ref() for ref in alive] == [None] * len(alive)
     finally:

@@ -116,8 +116,8 @@ class Structure:
     num_kv_heads: int | None = _size()
     head_dim: int | None = _size()
     v_head_dim: int | None = _size()
-    rope: RopeSpec | None = _or_none("a RopeSpec", lambda value: isinstance(value, RopeSpec))
-    qk_norm: QKNorm | None = _or_none("a QKNorm", lambda value: isinstance(value, QKNorm))
+    rope: RopeSpec | None = _or_none("a RopeSpec", lambda value: isinstance(value, RopeSpec))  # noqa: RUF009
+    qk_norm: QKNorm | None = _or_none("a QKNorm", lambda value: isinstance(value, QKNorm))  # noqa: RUF009
     window: int | None = _or_none("an int >= 1", lambda value: _is_int(value) and value >= 1)
     dropout: float = _field("a number in [0, 1)", lambda value: is_number(value) and 0 <= value < 1, default=0.0)
     bias: bool = _flag()
@@ -133,7 +133,7 @@ class Structure:
     query_scale: Mapping[str, Any] | None = _later(None, "a factor of queries by their position")
 
 
-FIELDS = {field.name: field for field in dataclasses.fields(Structure)}
+FIELDS: dict[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(Structure)}
 SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")
 
 

@@ -27,7 +27,7 @@ from polyattn.rope import rotate_heads
 from polyattn.select import resolve_backend
 from polyattn_modules.fields import FIELDS, QKNorm, structure_of
 from polyattn_modules.inputs import check_attribute, check_dtype, check_making, check_part
-from polyattn_modules.kind import LayerKind, layer_kind
+from polyattn_modules.kind import LayerKind
 from polyattn_modules.norm import RMSNorm
 from polyattn_modules.projections import keys_and_values, load_either_form
 from polyattn_modules.reading import read_scope
@@ -81,8 +81,7 @@ class GroupedQueryAttention(nn.Module):
             raise TypeError(f"GroupedQueryAttention takes no argument {listed(sorted(unknown))}")
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         spec = AttentionSpec.of({**sizes, **structure})
-        kind = layer_kind(resolve_backend(backend, backend_options), spec)
-        spec = kind.spec  # one object for all layers of this kind, so that their rotary specs are one object too
+        kind = LayerKind(resolve_backend(backend, backend_options), spec)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         width = spec.head_dim
         self._widths = widths = (num_heads * width, num_kv_heads * width, num_kv_heads * spec.v_head_dim)
@@ -126,7 +125,7 @@ class GroupedQueryAttention(nn.Module):
         Raises:
             UnsupportedAttentionError: it cannot do what the layer needs; the old backend stays.
         """
-        self.kind = self._able(layer_kind(resolve_backend(backend, options), self.spec), placed=False)
+        self.kind = self._able(LayerKind(resolve_backend(backend, options), self.spec), placed=False)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -182,7 +181,7 @@ class GroupedQueryAttention(nn.Module):
         Only shape, dtype, device and ``requires_grad`` of the hidden states count, so the model's first ones serve all
         layers.
         """
-        read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
+        read_scope(self, self.kind, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
 
     def forward(
         self,
@@ -213,17 +212,21 @@ class GroupedQueryAttention(nn.Module):
             AttentionInputError: a shape, dtype or device does not fit; raised before any matrix product.
             LayoutError, UnsupportedAttentionError: see :meth:`AttentionBackend.prepare`; likewise.
         """
-        read = read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
-        prepared, tables, context_tables = read.prepared, read.tables, read.context_tables
+        kind = self.kind
+        prepared, tables, context_tables, low = read_scope(
+            self, kind, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse
+        )
         parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
-        if read.low is None:
-            check_dtype(hidden, parts["qkv_proj" if self.fused_qkv else "q_proj"])
+        first = parts["qkv_proj" if self.fused_qkv else "q_proj"]
+        if low is None:
+            check_dtype(hidden, first)
         q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
-        spec = self.kind.spec
-        norm, width, v_width = spec.qk_norm, spec.head_dim, spec.v_head_dim
-        early = norm if norm is not None and norm.position == "before" else None
-        late = norm if early is None else None
-        q, k, v = self._project(hidden)
+        spec, early, late = kind.spec, kind.early, kind.late
+        width, v_width = spec.head_dim, spec.v_head_dim
+        if self.fused_qkv:
+            q, k, v = first(hidden).split(self._widths, -1)
+        else:
+            q, k, v = first(hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
         q, k, v = _by_head(q, width, q_norm, early), _by_head(k, width, k_norm, early), _by_head(v, v_width)
         if tables is not None and rotary is not None:
             q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
@@ -254,18 +257,11 @@ class GroupedQueryAttention(nn.Module):
             raise UnsupportedAttentionError(kind.backend.name, reasons)
         return kind
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, ``[B, S, heads * width]``."""
-        parts: dict[str, Any] = self._modules
-        if self.fused_qkv:
-            q, k, v = parts["qkv_proj"](hidden).split(self._widths, -1)
-            return q, k, v
-        return parts["q_proj"](hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
-
     def _project_context(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, ``[B, C, heads * width]``."""
         if not self.fused_qkv:
-            return self.k_proj(hidden), self.v_proj(hidden)
+            parts: dict[str, Any] = self._modules
+            return parts["k_proj"](hidden), parts["v_proj"](hidden)
         return keys_and_values(self.qkv_proj, hidden, self._widths)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn.kernels import FLOATING
 from torch import Tensor, nn
 
 from polyattn import AttentionInputError, AttentionScope, ConfigError
+from polyattn.kernels import FLOATING
 from polyattn.messages import shown
 from polyattn_modules.fields import FIELDS, given
 from polyattn_modules.spec import AttentionSpec

@@ -11,6 +11,9 @@ from polyattn.messages import shown
 from polyattn.registry import readers
 from polyattn_modules.fields import FIELDS, QKNorm, Structure, exact_fields, problem_of, structure_of
 
+#: The ``max_position`` of a rope that says no longest sequence.
+UNBOUNDED = 2**31 - 1
+
 
 def _required(name: str) -> Any:
     return dataclasses.field(metadata=FIELDS[name].metadata)
@@ -68,16 +71,7 @@ class AttentionSpec(Structure):
         """
         fields = dict(fields)
         if fields.get("head_dim") is None:
-            sizes = {name: fields[name] for name in ("hidden_size", "num_heads")}
-            wrong = [f"{name} {problem}" for name, size in sizes.items() if (problem := problem_of(name, size))]
-            if wrong:
-                raise ConfigError("; ".join(wrong))
-            fields["head_dim"], rest = divmod(*sizes.values())
-            if rest:
-                raise ConfigError(
-                    "hidden_size must be a multiple of num_heads when head_dim is not given, "
-                    f"got hidden_size={sizes['hidden_size']} and num_heads={sizes['num_heads']}; give head_dim"
-                )
+            fields["head_dim"] = head_width(fields["hidden_size"], fields["num_heads"])
         if fields.get("v_head_dim") is None:
             width = fields["head_dim"]  # a fault is said once, of the argument that was given
             fields["v_head_dim"] = 1 if problem_of("head_dim", width) else width
@@ -155,6 +149,24 @@ class AttentionSpec(Structure):
         return write_hf([self] * layers, model_type, serving_target)
 
 
+def head_width(hidden_size: int, num_heads: int) -> int:
+    """The width of a head that was not given.
+
+    Raises:
+        ConfigError: a size is faulty, or the heads do not share the hidden states evenly.
+    """
+    sizes = {"hidden_size": hidden_size, "num_heads": num_heads}
+    wrong = [f"{name} {problem}" for name, size in sizes.items() if (problem := problem_of(name, size))]
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    if hidden_size % num_heads:
+        raise ConfigError(
+            "hidden_size must be a multiple of num_heads when head_dim is not given, "
+            f"got hidden_size={hidden_size} and num_heads={num_heads}; give head_dim"
+        )
+    return hidden_size // num_heads
+
+
 def write_hf(specs: list[AttentionSpec], model_type: str, serving_target: str | None) -> dict[str, Any]:
     """Write the attention part of a transformers configuration by the installed reader.
 
@@ -163,6 +175,11 @@ def write_hf(specs: list[AttentionSpec], model_type: str, serving_target: str | 
         model_type: the class that will read it.
         serving_target: the engine that will serve the model, asked before anything is written.
     """
+    if any(spec.rope is not None and spec.rope.max_position == UNBOUNDED for spec in specs):
+        raise ConfigError(
+            f"rope.max_position must be the longest sequence of the model in an export, got {UNBOUNDED}, which is what "
+            "the short form of a rope in a config stands for; give the rope in the canonical form there"
+        )
     reader = readers.get("hf_attention")
     written: dict[str, Any] = reader.write(specs, model_type, serving_target=serving_target)
     return written
