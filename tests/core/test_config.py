@@ -106,7 +106,10 @@ def test_a_further_key_beside_the_short_form_of_a_rope_is_refused_with_both_full
 
 def test_the_short_form_of_a_rope_needs_the_width_of_a_head():
     for sizes in ({}, {"num_heads": 4}, {"hidden_size": 32}):
-        with pytest.raises(ConfigError, match="^rope_theta alone must stand beside the width of a head"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^rope_theta alone must stand beside the width of a head \(head_dim, or hidden_size and num_heads\)",
+        ):
             AttentionConfig(rope={"rope_theta": 1e4}, **sizes)
     with pytest.raises(ConfigError, match=r"hidden_size must be a multiple of num_heads .*; give head_dim"):
         AttentionConfig(rope={"rope_theta": 1e4}, **{**SIZES, "hidden_size": 30})

@@ -38,8 +38,8 @@ class AttentionScope:
             on it; a host int, never read off the positions.
 
     Raises:
-        LayoutError: a layout is no :class:`MaskLayout`.
-        AttentionInputError: ``length`` is no length.
+        LayoutError: a layout is not a :class:`MaskLayout`.
+        AttentionInputError: ``length`` is not an int >= 0.
     """
 
     def __init__(

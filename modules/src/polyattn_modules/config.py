@@ -166,8 +166,8 @@ class AttentionConfig(Structure):
         """Build from a YAML file that holds the fields above.
 
         Raises:
-            ConfigError: the file is missing, no YAML mapping, or gives a key twice; the message names it. Or ``path``
-                is none.
+            ConfigError: the file is missing, does not hold a YAML mapping, or gives a key twice; the message names it.
+                Or ``path`` is not a path.
         """
         if not isinstance(path, (str, Path)):
             raise ConfigError(

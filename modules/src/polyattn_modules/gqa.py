@@ -53,7 +53,7 @@ class GroupedQueryAttention(nn.Module):
 
     Raises:
         ConfigError: the structure contradicts itself; every fault in one message. Or ``fused_qkv``, ``device`` or
-            ``dtype`` is none.
+            ``dtype`` is not a valid one.
         UnsupportedAttentionError: the backend cannot do what the layer needs, as far as that is known now. What depends
             on the device, a kernel that is absent there included, is known when ``device`` is given, or the parameters
             lie on an accelerator. A layer built on the CPU may still move, and on ``meta`` it surely does; then

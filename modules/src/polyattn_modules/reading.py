@@ -49,7 +49,7 @@ def read_scope(
     shape, dtype, device, training = hidden.shape, hidden.dtype, hidden.device, layer.training
     grad = torch.is_grad_enabled()
     has_bias = bias is not None
-    bias_grad = has_bias and grad and bias.requires_grad
+    bias_grad = bias is not None and grad and bias.requires_grad
     needs_grad = grad and (hidden.requires_grad or bias_grad or _others_want_grad(layer, kv_hidden))
     deterministic = torch.are_deterministic_algorithms_enabled()
     compiling = torch.compiler.is_compiling()

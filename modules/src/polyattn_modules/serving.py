@@ -52,7 +52,7 @@ def check_servable(spec: AttentionSpec, target: str) -> tuple[Reason, ...]:
         One reason for each thing that the target would compute otherwise.
 
     Raises:
-        ConfigError: nobody knows the target, or ``spec`` is no :class:`AttentionSpec`.
+        ConfigError: nobody knows the target, or ``spec`` is not an :class:`AttentionSpec`.
     """
     if not isinstance(spec, AttentionSpec):
         raise ConfigError(
