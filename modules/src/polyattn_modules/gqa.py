@@ -227,18 +227,26 @@ class GroupedQueryAttention(nn.Module):
             q, k, v = first(hidden).split(self._widths, -1)
         else:
             q, k, v = first(hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
-        q, k, v = _by_head(q, width, q_norm, early), _by_head(k, width, k_norm, early), _by_head(v, v_width)
+        batch, length, _ = hidden.shape
+        q = q.view(batch, length, q.shape[2] // width, width)
+        k = k.view(batch, length, k.shape[2] // width, width)
+        v = v.view(batch, length, v.shape[2] // v_width, v_width).transpose(1, 2)
+        if early is not None:
+            q, k = _normed(q, q_norm, early), _normed(k, k_norm, early)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
         if tables is not None and rotary is not None:
             q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
         if late is not None:
-            q, k = _normed_late(q, q_norm, late), _normed_late(k, k_norm, late)
+            q, k = _normed_by_head(q, q_norm, late), _normed_by_head(k, k_norm, late)
         if kv_hidden is not None:
             context_k, context_v = self._project_context(kv_hidden)
-            context_k = _by_head(context_k, width, k_norm, early)
+            context_k, context_v = _by_head(context_k, width), _by_head(context_v, v_width)
+            if early is not None:
+                context_k = _normed_by_head(context_k, k_norm, early)
             if context_tables is not None and rotary is not None:
                 context_k = rotate_heads(context_k, context_tables, interleaved=rotary.spec.interleaved)
-            k = torch.cat((context_k if late is None else _normed_late(context_k, k_norm, late), k), 2)
-            v = torch.cat((_by_head(context_v, v_width), v), 2)
+            k = torch.cat((context_k if late is None else _normed_by_head(context_k, k_norm, late), k), 2)
+            v = torch.cat((context_v, v), 2)
         sinks = parts.get("sinks")
         result = prepared(q, k, v, bias=attention_bias, sinks=None if sinks is None else sinks.logits())
         output: Tensor = parts["o_proj"](result.output.transpose(1, 2).flatten(2))
@@ -288,21 +296,19 @@ def _make_norm(spec: AttentionSpec, heads: int, made: dict[str, Any]) -> RMSNorm
     return RMSNorm(width, eps=norm.eps, weighted=norm.weighted, **made)
 
 
-def _by_head(x: Tensor, width: int, norm: nn.Module | None = None, how: QKNorm | None = None) -> Tensor:
-    """``[B, S, H * width]`` as ``[B, H, S, width]``, normalised if that comes before the rotation."""
-    batch, length, whole = x.shape
-    x = x.view(batch, length, whole // width, width)
-    if norm is not None and how is not None:
-        x = _normed(x, norm, how)
-    return x.transpose(1, 2)
+def _by_head(x: Tensor, width: int) -> Tensor:
+    """``[B, S, H * width]`` as ``[B, H, S, width]``."""
+    return x.view(*x.shape[:2], x.shape[2] // width, width).transpose(1, 2)
 
 
-def _normed_late(x: Tensor, norm: nn.Module | None, how: QKNorm) -> Tensor:
-    """Rotated queries or keys ``[B, H, S, D]``, normalised unless the norm was taken out of the layer."""
-    return x if norm is None else _normed(x.transpose(1, 2), norm, how).transpose(1, 2)
+def _normed_by_head(x: Tensor, norm: nn.Module | None, how: QKNorm) -> Tensor:
+    """Queries or keys ``[B, H, S, D]``, normalised for each head or over all of them."""
+    return _normed(x.transpose(1, 2), norm, how).transpose(1, 2)
 
 
-def _normed(x: Tensor, norm: nn.Module, how: QKNorm) -> Tensor:
-    """``[B, S, H, D]``, normalised for each head or over all of them."""
+def _normed(x: Tensor, norm: nn.Module | None, how: QKNorm) -> Tensor:
+    """``[B, S, H, D]``, likewise; as it is where the norm was taken out of the layer."""
+    if norm is None:
+        return x
     normed: Tensor = norm(x) if how.scope == "head" else norm(x.flatten(2)).view(x.shape)
     return normed
