@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask, UnsupportedAttentionError
-from polyattn._layout.lowering import Known
 from polyattn_conformance.bounds import assert_within, expected_results
 from polyattn_conformance.case import INFER, evaluate
 from polyattn_conformance.checks.registry import check
@@ -30,9 +29,13 @@ class _Strided(StructuredMask):
         return near if seen is None else seen & near
 
 
+def _nothing(_b: Tensor, _h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx + kv_idx < 0
+
+
 def _layout(**fields: Any) -> MaskLayout:
     """A layout as a later polyattn would make it; this one refuses the class in the constructor."""
-    layout = MaskLayout(_LENGTH, _LENGTH, visibility=StructuredMask(**fields), _known=Known())
+    layout = MaskLayout.from_mod(_nothing, q_len=_LENGTH, kv_len=_LENGTH)  # of which the host knows nothing
     object.__setattr__(layout, "visibility", _Strided(**fields, stride=2))
     return layout
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout import operations, segments
-from polyattn._layout.base import LayoutBase
-from polyattn._layout.blocks import MAX_WINDOW
-from polyattn._layout.checks import Copied, as_index, check_bool, check_int, check_mod, check_window
-from polyattn._layout.lowering import Known, Lowered, read_host
-from polyattn._layout.structured import COMBINED, MaskMod, StructuredMask
-from polyattn._layout.visibility import pinned, selected
+from polyattn._layout import segments
+from polyattn._layout.checks import Read, check_bool, check_int, check_mod
+from polyattn._layout.known import read_host
+from polyattn._layout.operations import Combinable
+from polyattn._layout.structured import MaskMod, StructuredMask
 from polyattn.messages import shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MaskLayout(LayoutBase):
+class MaskLayout(Combinable):
     """Which of ``q_len`` queries may attend to which of ``kv_len`` keys.
 
     A value: nothing changes after construction, and tensors are kept, not copied, so do not change them either.
@@ -115,10 +112,10 @@ class MaskLayout(LayoutBase):
             raise LayoutError(
                 f"side must go with lengths, got side={shown(side)} with kv_valid, which shows the padding"
             )
-        copies: list[Copied] = []
+        copies: list[Read] = []
         if lengths is not None:
             copies = [segments.valid_keys(lengths, kv_len, side, validate=validate)]
-            kv_valid = copies[0].tensor
+            kv_valid = copies[0][0]
         mask = StructuredMask(causal=causal, window=window, kv_valid=kv_valid)
         assert mask.kv_valid is not None
         found = mask.kv_valid.shape[1]
@@ -158,7 +155,7 @@ class MaskLayout(LayoutBase):
             active_queries: ``Bool[B|1, K]``.
             validate: see :class:`MaskLayout`.
         """
-        ways: dict[str, tuple[segments.Ints | None, Callable[..., Copied]]] = {
+        ways: dict[str, tuple[segments.Ints | None, Callable[..., Read]]] = {
             "lengths": (lengths, segments.from_lengths),
             "cu_seqlens": (cu_seqlens, segments.from_cu_seqlens),
             "document_ids": (document_ids, segments.from_document_ids),
@@ -172,11 +169,10 @@ class MaskLayout(LayoutBase):
         if kv_len is not None:
             check_int("kv_len", kv_len)
         value, read = ways[given[0]]
-        copied = read(value, kv_len, validate=validate)
-        ids, counted = copied.tensor, None
+        documents, counted = read(value, kv_len, validate=validate), None
         if document_ids is not None:
-            counted = segments.places(copied, unread=causal is not False or window is not None)
-        places = None if counted is None else counted.tensor
+            counted = segments.places(documents, unread=causal is not False or window is not None)
+        ids, places = documents[0], None if counted is None else counted[0]
         mask = StructuredMask(
             causal=causal,
             window=window,
@@ -185,7 +181,7 @@ class MaskLayout(LayoutBase):
             q_positions=places,
             kv_positions=places,
         )
-        copies = [copied] if counted is None else [copied, counted]
+        copies = [documents] if counted is None else [documents, counted]
         return cls._structured(ids.shape[1], ids.shape[1], mask, active_queries, copies, validate)
 
     @classmethod
@@ -212,7 +208,7 @@ class MaskLayout(LayoutBase):
         check_int("kv_len", keys)
         rows = [prefix_lengths] if isinstance(prefix_lengths, int) else prefix_lengths
         prefixes = segments.lengths_within("prefix_lengths", rows, keys, validate=validate)
-        mask = StructuredMask(causal=True, prefix_lengths=prefixes.tensor)
+        mask = StructuredMask(causal=True, prefix_lengths=prefixes[0])
         return cls._structured(q_len, keys, mask, active_queries, [prefixes], validate)
 
     @classmethod
@@ -299,100 +295,12 @@ class MaskLayout(LayoutBase):
         kv_len: int,
         mask: StructuredMask,
         active: Tensor | None,
-        copies: Sequence[Copied],
+        copies: Sequence[Read],
         validate: bool,
     ) -> MaskLayout:
         """A layout of which the ``copies`` have been read, so that a device is read once."""
-        host = read_host(mask, active, copies, sync=validate)
-        return cls(q_len, kv_len, visibility=mask, active_queries=active, validate=validate, _known=Known(host))
-
-    def expand(self, batch: int) -> MaskLayout:
-        """The layout for ``batch`` batch rows: this one if it has as many, or what a layout of batch 1 broadcasts to.
-
-        Raises:
-            LayoutError: the layout has another batch than 1 and ``batch``, or that is no number of rows.
-        """
-        check_int("batch", batch)
-        if batch == self.batch:
-            return self
-        if self.batch != 1:
-            raise LayoutError(
-                f"batch must be {self.batch}, the rows that the layout describes, got {shown(batch)}; only a layout of "
-                "batch 1 serves any number of rows"
-            )
-        visibility = pinned(self.visibility, 1, self.heads)
-        return self._with(batch=batch, visibility=visibility, _known=self._facts()._replace(lowered=None))
-
-    def with_window(
-        self, window: int | None, *, q_positions: Tensor | None = None, kv_positions: Tensor | None = None
-    ) -> MaskLayout:
-        """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged.
-
-        Args:
-            window: how many positions a query sees in each direction, its own included.
-            q_positions: ``Int[B|1, Q]``, by which distances are measured where the layout does not say itself where its
-                queries stand: a dense mask or ``mask_mod`` without positions, or a structure that compares none (full,
-                padding or documents both ways). By default the queries are the last positions.
-            kv_positions: ``Int[B|1, K]``, likewise.
-        """
-        check_window(window)
-        if window is None:
-            return self
-        mask = self.visibility
-        if q_positions is not None and not operations.is_placed(self):
-            band = StructuredMask(window=window, q_positions=q_positions, kv_positions=kv_positions)
-            return self & MaskLayout(self.q_len, self.kv_len, visibility=band)
-        if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
-            if mask.window is not None and mask.window <= window:
-                return self
-            host = None if self._host is None else self._host._replace(mask=self._host.mask.replace(window=window))
-            lowered = None
-            if torch.compiler.is_compiling() and (mask.positional or mask.q_positions is None):
-                # Nothing is read: the blocks, found by the same positions, stay as they are, without trimmed ends.
-                lowered = Lowered(self._lowered.blocks if window <= MAX_WINDOW else None)
-            return self._with(visibility=mask.replace(window=window), _known=Known(host, lowered))
-        q, k = operations.places(self) or (None, None)
-        band = StructuredMask(window=window, q_positions=q, kv_positions=k)
-        return self & MaskLayout(self.q_len, self.kv_len, visibility=band, validate=False)
-
-    def __and__(self, other: MaskLayout) -> MaskLayout:
-        """What both layouts let be seen; batches and heads broadcast, and a query is active if it is in both.
-
-        Two structures stay one where the form allows it; otherwise the result is dense if one of them is, else a
-        ``mask_mod``.
-
-        Raises:
-            LayoutError: lengths, batches, heads or devices differ.
-        """
-        if not isinstance(other, MaskLayout):
-            return NotImplemented
-        fields, known = operations.intersection(self, self._facts(), other, other._facts())
-        return self._with(**fields, _known=known)
-
-    def select_queries(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
-        """The layout of some of the queries, which keep their positions and documents.
-
-        Args:
-            index: a slice, ints, or an integer tensor ``[N]``, in any order; each in ``0 .. q_len - 1``.
-            validate: see :class:`MaskLayout`; here for an index that lies on a device.
-        """
-        fields, known = operations.selection(self, self._facts(), "queries", index, validate=validate)
-        return self._with(**fields, _known=known)
-
-    def select_keys(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
-        """The layout of some of the keys, which keep their positions and documents; see :meth:`select_queries`."""
-        fields, known = operations.selection(self, self._facts(), "keys", index, validate=validate)
-        return self._with(**fields, _known=known)
-
-    def select_heads(self, index: slice) -> MaskLayout:
-        """The layout of some of the heads. One that is the same for all heads (``heads == 1``) stays as it is."""
-        if not isinstance(index, slice):
-            raise LayoutError(f"index must be a slice of heads, got {shown(index)}")
-        if self.heads == 1 or isinstance(self.visibility, StructuredMask):
-            return self
-        part, _, count = as_index(index, self.heads, validate=True)
-        visibility = selected(self.visibility, "heads", part)
-        return self._with(heads=count, visibility=visibility, _known=Known())
+        known = read_host(mask, active, copies, sync=validate)
+        return cls(q_len, kv_len, visibility=mask, active_queries=active, validate=validate, _handed=known)
 
 
 def _or(value: int | None, default: int) -> int:
