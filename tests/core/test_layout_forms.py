@@ -186,7 +186,7 @@ def test_blocks_stay_on_the_host_when_a_layout_moves():
     moved = layout.to("meta")
     assert moved.device == torch.device("meta")
     assert moved.to_blocks() is layout.to_blocks()
-    assert not moved.may_have_dead_rows
+    assert not moved.may_have_fully_masked_rows
     assert moved.with_window(1).to_blocks()[1:].tolist() == layout.with_window(1).to_blocks()[1:].tolist()
     assert moved.rows_without_keys().device.type == "meta"
 
@@ -215,7 +215,8 @@ def test_layouts_compare_by_identity_and_never_change():
     assert {layout: 1}[layout] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.q_len = 3
-    assert dataclasses.replace(layout, active_queries=torch.tensor([[True, True, False, False]])).may_have_dead_rows
+    some = torch.tensor([[True, True, False, False]])
+    assert dataclasses.replace(layout, active_queries=some).may_have_fully_masked_rows
 
 
 class Largest(TorchDispatchMode):

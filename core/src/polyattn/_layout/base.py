@@ -71,7 +71,7 @@ class LayoutBase:
         return tensors[0].device if tensors else None
 
     @property
-    def may_have_dead_rows(self) -> bool:
+    def may_have_fully_masked_rows(self) -> bool:
         """False when the host knows that every query sees a key; True also when it does not know."""
         return self._known.may_have_fully_masked_rows
 

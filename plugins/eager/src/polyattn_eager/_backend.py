@@ -64,7 +64,7 @@ class EagerBackend(BackendBase):
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> EagerState:
         """Materialise the mask."""
         hidden = ~layout.to_dense(request.device)
-        blocked = Blocked.of(hidden, rows=layout.may_have_dead_rows, keys=layout.may_have_unseen_keys)
+        blocked = Blocked.of(hidden, rows=layout.may_have_fully_masked_rows, keys=layout.may_have_unseen_keys)
         return EagerState(hidden, blocked)
 
     def attend(

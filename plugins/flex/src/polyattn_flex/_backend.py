@@ -91,7 +91,8 @@ class FlexBackend(BackendBase):
         device, backward = request.device, request.needs_grad
         if 0 in (request.batch, layout.q_len, layout.kv_len):
             return FlexPlan()
-        dead = layout.rows_without_keys(device).unsqueeze(-1) if backward and layout.may_have_dead_rows else None
+        masked = backward and layout.may_have_fully_masked_rows
+        dead = layout.rows_without_keys(device).unsqueeze(-1) if masked else None
         unseen = _unseen_keys(layout, request) if layout.may_have_unseen_keys else None
         if not self.options.compiled:
             if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning

@@ -225,7 +225,7 @@ def _is_one_call(layout: MaskLayout, request: AttentionRequest) -> bool:
 
 def _selections(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor | None, Tensor | None]:
     """Rows that see nothing ``[B|1, H|1, Q, 1]`` and unseen keys ``[B|1, Hkv|1, K, 1]``, where there may be any."""
-    dead = layout.rows_without_keys(request.device).unsqueeze(-1) if layout.may_have_dead_rows else None
+    dead = layout.rows_without_keys(request.device).unsqueeze(-1) if layout.may_have_fully_masked_rows else None
     if not layout.may_have_unseen_keys:
         return dead, None
     return dead, ~_of_kv_heads(~layout.unseen_keys(request.device), request).unsqueeze(-1)
