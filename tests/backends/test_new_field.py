@@ -25,7 +25,7 @@ CHANGES = {
             "        if self.causal:\n            tests"
         ),
     },
-    "_request.py": {'    "chunked",\n': '    "chunked",\n    "dilation",\n'},
+    "_reasons.py": {'    "chunked",\n': '    "chunked",\n    "dilation",\n'},
     "_features.py": {'    "chunk_size": "chunked",\n': '    "chunk_size": "chunked",\n    "dilation": "dilation",\n'},
 }
 
@@ -115,7 +115,7 @@ def test_a_structure_of_another_class_is_refused_whatever_it_adds():
 
 def test_no_backend_computes_its_abilities_from_the_list_of_all_features():
     root = Path(__file__).parents[2]
-    folders = [root / "plugins", root / "examples", root / "core/src/polyattn/_cli/template"]
+    folders = [root / "plugins", root / "examples", root / "cli/src/polyattn_cli/template"]
     sources = [path for folder in folders for path in [*folder.rglob("*.py"), *folder.rglob("*.jinja")]]
     assert len(sources) > 30
     assert [str(path) for path in sources if "FEATURES" in path.read_text(encoding="utf-8")] == []

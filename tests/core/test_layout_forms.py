@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn._errors import LayoutError
-from polyattn._layout import MaskLayout, StructuredMask, base
+from polyattn._layout import MaskLayout, StructuredMask, base, known
 from polyattn._request import AttentionRequest
 
 
@@ -253,3 +253,28 @@ def test_dead_rows_and_unseen_keys_of_a_structure_are_linear():
         assert not layout.rows_without_keys().any()
         assert not layout.unseen_keys().any()
     assert largest.elements <= 1_000_000
+
+
+@pytest.mark.parametrize(
+    "operation, searches",
+    [
+        (lambda layout: layout.with_window(2), 0),
+        (lambda layout: layout.with_window(2**40), 0),
+        (lambda layout: layout.expand(3), 0),
+        (lambda layout: layout.to("meta"), 0),
+        (lambda layout: layout & MaskLayout.causal(6), 2),  # the other layout's own
+        (lambda layout: layout.select_queries(slice(1, 4)), 1),
+    ],
+    ids=["window", "window beyond every distance", "expand", "to", "and", "select"],
+)
+def test_an_operation_looks_for_blocks_only_where_they_do_not_follow(operation, searches, monkeypatch):
+    layout, found = MaskLayout.packed([2, 4]), []
+
+    def find(*arguments):
+        found.append(arguments)
+        return find_blocks(*arguments)
+
+    find_blocks = known.find_blocks
+    monkeypatch.setattr(known, "find_blocks", find)
+    assert operation(layout).to_blocks() is not None
+    assert len(found) == searches
