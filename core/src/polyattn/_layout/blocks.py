@@ -137,15 +137,17 @@ def _row_blocks(
     keys_of: dict[int, list[Run]] = defaultdict(list)
     for run in keys:
         keys_of[run.segment].append(run)
-    blocks = []
+    blocks: list[Block] = []
     for run in queries:
         prefix = prefixes[run.segment] if isinstance(prefixes, list) else prefixes
         for piece, low, high, causal in _pieces(mask, run, prefix):
-            candidates = (_block(b, piece, k, causal, mask.window, low, high) for k in keys_of[run.segment])
-            found = [block for block in candidates if block is not None]
-            if len(found) > 1:
+            before = len(blocks)
+            for k in keys_of[run.segment]:
+                block = _block(b, piece, k, causal, mask.window, low, high)
+                if block is not None:
+                    blocks.append(block)
+            if len(blocks) > before + 1:
                 return None
-            blocks += found
     return blocks
 
 
@@ -166,7 +168,8 @@ def _runs(
     if not given:
         return [[Run(0, offset, offset + length)]] * rows
     distinct = max(len(value) for value in given)
-    cut = torch.zeros(distinct, length - 1, dtype=torch.bool, device="cpu")
+    starts = torch.zeros(distinct, length, dtype=torch.bool, device="cpu")
+    cut = starts[:, 1:]
     for value in (segments, wanted):
         if value is not None:
             cut |= value.diff(dim=1) != 0
@@ -175,8 +178,9 @@ def _runs(
         cut |= (after != before + 1) | (after < before)  # the largest number plus 1 wraps to the least
     if wanted is not None:
         cut &= wanted[:, :-1] | wanted[:, 1:]
-    row, start = torch.nn.functional.pad(cut, (1, 0), value=True).nonzero().unbind(1)
-    stop = torch.nn.functional.pad(start[1:], (0, 1))  # where the next run starts: at 0, if it is of the next row
+    starts[:, 0] = True
+    row, start = starts.nonzero().unbind(1)
+    stop = start.roll(-1)  # where the next run starts: at 0, if it is of another row
     stop = torch.where(stop == 0, length, stop)
     if wanted is not None:
         real = wanted.expand(distinct, -1)[row, start]

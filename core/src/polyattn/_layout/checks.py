@@ -166,12 +166,6 @@ def ints(name: str, values: object) -> list[int]:
     return numbers
 
 
-def check_mod(value: object) -> None:
-    """Refuse what cannot be called."""
-    if not callable(value):
-        raise LayoutError(f"mask_mod must be a function (b, h, q_idx, kv_idx) -> Bool, got {type(value).__name__}")
-
-
 def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool) -> tuple[Index, Index | None, int]:
     """A selection of ``size`` elements in normal form, its values on the host if known, and how many it selects.
 

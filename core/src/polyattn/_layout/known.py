@@ -13,7 +13,7 @@ from polyattn._errors import LayoutError
 from polyattn._layout.blocks import MAX_WINDOW, Block, find_blocks, narrow, to_table
 from polyattn._layout.checks import Read, on_host
 from polyattn._layout.structured import StructuredMask
-from polyattn._layout.visibility import Visibility, held
+from polyattn._layout.visibility import Visibility
 
 
 class Known(NamedTuple):
@@ -44,8 +44,9 @@ class Known(NamedTuple):
         if self.mask is None or torch.compiler.is_compiling():
             return self
         _check_segment_prefixes(self.mask)
-        blocks = find_blocks(self.mask, q_len, kv_len, self._distinct(batch), self.active)
-        return self._replace(lowered=True) if blocks is None else self._with_blocks(blocks, q_len, kv_len, batch)
+        rows = self._distinct(batch)
+        blocks = find_blocks(self.mask, q_len, kv_len, rows, self.active)
+        return self._replace(lowered=True) if blocks is None else self._with_blocks(blocks, rows, q_len, kv_len, batch)
 
     def narrow(self, window: int, q_len: int, kv_len: int, batch: int) -> Known:
         """Under a window that is narrower than the structure's own, with its blocks where they follow from these."""
@@ -59,7 +60,7 @@ class Known(NamedTuple):
             return narrowed._replace(blocks=self.blocks, lowered=True)
         rows = self._distinct(batch)
         blocks = [block for block in map(Block._make, self.blocks[1:].tolist()) if block.batch < rows]
-        return narrowed._with_blocks(narrow(blocks, window), q_len, kv_len, batch)
+        return narrowed._with_blocks(narrow(blocks, window), rows, q_len, kv_len, batch)
 
     def expand(self, batch: int) -> Known:
         """For ``batch`` rows that are all like the one row of this."""
@@ -70,11 +71,11 @@ class Known(NamedTuple):
 
     def _distinct(self, batch: int) -> int:
         """The number of batch rows that may differ: one stands for all where no tensor has several."""
-        several = any(len(value) != 1 for value in [*held(self.mask), *held(self.active)])
-        return batch if several else min(batch, 1)
+        tensors = [] if self.mask is None else list(self.mask.tensors().values())
+        sizes = {value.shape[0] for value in (tensors if self.active is None else [*tensors, self.active])}
+        return batch if sizes - {1} else min(batch, 1)
 
-    def _with_blocks(self, blocks: list[Block], q_len: int, kv_len: int, batch: int) -> Known:
-        rows = self._distinct(batch)
+    def _with_blocks(self, blocks: list[Block], rows: int, q_len: int, kv_len: int, batch: int) -> Known:
         gaps = self.active is not None and not bool(self.active.all())
         covered = sum([block.q_stop - block.q_start for block in blocks])
         return self._replace(
@@ -127,4 +128,4 @@ def _all_seen(blocks: list[Block], batch: int, kv_len: int) -> bool:
     for block in sorted(blocks, key=operator.attrgetter("k_start")):
         if block.k_start <= reached[block.batch]:
             reached[block.batch] = max(reached[block.batch], block.k_stop)
-    return all(stop == kv_len for stop in reached)
+    return reached.count(kv_len) == batch

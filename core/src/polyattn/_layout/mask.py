@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout import segments
-from polyattn._layout.checks import Read, check_bool, check_int, check_mod
+from polyattn._layout.checks import Read, check_bool, check_int
 from polyattn._layout.known import read_host
 from polyattn._layout.operations import Combinable
 from polyattn._layout.structured import MaskMod, StructuredMask
@@ -49,7 +49,7 @@ class MaskLayout(Combinable):
     @classmethod
     def full(cls, q_len: int, kv_len: int | None = None, *, active_queries: Tensor | None = None) -> MaskLayout:
         """Every query sees every key. ``kv_len`` defaults to ``q_len``."""
-        return cls(q_len, _or(kv_len, q_len), visibility=StructuredMask(), active_queries=active_queries)
+        return cls(q_len, q_len if kv_len is None else kv_len, active_queries=active_queries)
 
     @classmethod
     def causal(
@@ -69,7 +69,8 @@ class MaskLayout(Combinable):
             active_queries: ``Bool[B|1, Q]``.
         """
         mask = StructuredMask(causal=True, window=window)
-        return cls(q_len, _or(kv_len, q_len), visibility=mask, active_queries=active_queries)
+        keys = q_len if kv_len is None else kv_len
+        return cls(q_len, keys, visibility=mask, active_queries=active_queries)
 
     @classmethod
     def padded(
@@ -121,7 +122,9 @@ class MaskLayout(Combinable):
         found = mask.kv_valid.shape[1]
         if kv_len is not None and kv_len != found:
             raise LayoutError(f"kv_valid must be [B, kv_len], got {found} keys and kv_len={kv_len}")
-        return cls._structured(_or(q_len, found), found, mask, active_queries, copies, validate)
+        known = read_host(mask, active_queries, copies, sync=validate)
+        queries = found if q_len is None else q_len
+        return cls(queries, found, visibility=mask, active_queries=active_queries, validate=validate, _handed=known)
 
     @classmethod
     def packed(
@@ -182,7 +185,8 @@ class MaskLayout(Combinable):
             kv_positions=places,
         )
         copies = [documents] if counted is None else [documents, counted]
-        return cls._structured(ids.shape[1], ids.shape[1], mask, active_queries, copies, validate)
+        known, length = read_host(mask, active_queries, copies, sync=validate), ids.shape[1]
+        return cls(length, length, visibility=mask, active_queries=active_queries, validate=validate, _handed=known)
 
     @classmethod
     def prefix_lm(
@@ -204,12 +208,13 @@ class MaskLayout(Combinable):
             validate: see :class:`MaskLayout`.
         """
         check_int("q_len", q_len)
-        keys = _or(kv_len, q_len)
+        keys = q_len if kv_len is None else kv_len
         check_int("kv_len", keys)
         rows = [prefix_lengths] if isinstance(prefix_lengths, int) else prefix_lengths
         prefixes = segments.lengths_within("prefix_lengths", rows, keys, validate=validate)
         mask = StructuredMask(causal=True, prefix_lengths=prefixes[0])
-        return cls._structured(q_len, keys, mask, active_queries, [prefixes], validate)
+        known = read_host(mask, active_queries, [prefixes], sync=validate)
+        return cls(q_len, keys, visibility=mask, active_queries=active_queries, validate=validate, _handed=known)
 
     @classmethod
     def chunked(
@@ -223,7 +228,8 @@ class MaskLayout(Combinable):
     ) -> MaskLayout:
         """A query sees the keys of its own chunk of ``chunk_size`` positions, up to its own position if ``causal``."""
         mask = StructuredMask(causal=causal, chunk_size=chunk_size)
-        return cls(q_len, _or(kv_len, q_len), visibility=mask, active_queries=active_queries)
+        keys = q_len if kv_len is None else kv_len
+        return cls(q_len, keys, visibility=mask, active_queries=active_queries)
 
     @classmethod
     def dense(
@@ -280,28 +286,12 @@ class MaskLayout(Combinable):
         captures must be on the device of the attention. With ``batch=1`` or ``heads=1`` it is called with index 0 and
         the result serves every batch row or head. ``q_positions`` and ``kv_positions`` are those of :meth:`dense`.
         """
-        check_mod(mask_mod)
+        if not callable(mask_mod):
+            got = type(mask_mod).__name__
+            raise LayoutError(f"mask_mod must be a function (b, h, q_idx, kv_idx) -> Bool, got {got}")
         tensors = (active_queries, q_positions, kv_positions)
         rows = max((x.shape[0] for x in tensors if isinstance(x, Tensor) and x.dim() == 2), default=1)
         wide = cls(q_len, kv_len, batch, heads, visibility=mask_mod).expand(rows if batch == 1 else batch)
         return dataclasses.replace(
             wide, active_queries=active_queries, q_positions=q_positions, kv_positions=kv_positions
         )
-
-    @classmethod
-    def _structured(
-        cls,
-        q_len: int,
-        kv_len: int,
-        mask: StructuredMask,
-        active: Tensor | None,
-        copies: Sequence[Read],
-        validate: bool,
-    ) -> MaskLayout:
-        """A layout of which the ``copies`` have been read, so that a device is read once."""
-        known = read_host(mask, active, copies, sync=validate)
-        return cls(q_len, kv_len, visibility=mask, active_queries=active, validate=validate, _handed=known)
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value

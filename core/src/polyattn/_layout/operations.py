@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,13 +15,15 @@ from polyattn._layout.base import LayoutBase
 from polyattn._layout.checks import Index, as_index, check_int, check_window
 from polyattn._layout.known import Known
 from polyattn._layout.picture import Drawable
-from polyattn._layout.structured import COMBINED, StructuredMask, intersect, positions, select, take
+from polyattn._layout.structured import WITHOUT_DISTANCE, StructuredMask, positions, select, take
 from polyattn._layout.visibility import BothMod, pinned, selected
 from polyattn.messages import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+#: The fields that :func:`_intersect` can combine, and beside which a window only narrows.
+_COMBINED = WITHOUT_DISTANCE | {"causal", "window", "prefix_lengths", "chunk_size"}
 Some = slice | Sequence[int] | Tensor
 
 
@@ -61,7 +64,7 @@ class Combinable(Drawable):
             return self
         mask, validate = self.visibility, True
         if q_positions is None or is_placed(self):
-            if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
+            if isinstance(mask, StructuredMask) and mask.given() <= _COMBINED:
                 if mask.window is not None and mask.window <= window:
                     return self
                 narrowed = mask.replace(window=window)
@@ -141,7 +144,7 @@ class Combinable(Drawable):
             host_mask = _part(self, known.mask, axis, host_part, torch.device("cpu"))
             active = _taken(known.active, host_part) if queries else known.active
             return self._with(**fields, known=Known(host_mask, active))
-        q, k = positions(self, self.q_len, self.kv_len, device)
+        q, k = positions((self.q_positions, self.kv_positions), self.q_len, self.kv_len, device)
         fields["q_positions"] = take(q, 1, part) if queries else q
         fields["kv_positions"] = k if queries else take(k, 1, part)
         return self._with(**fields, visibility=selected(mask, axis, part), known=Known())
@@ -152,7 +155,7 @@ def _taken(active: Tensor | None, index: Index) -> Tensor | None:
 
 
 def _part(layout: LayoutBase, mask: StructuredMask, axis: str, index: Index, device: torch.device) -> StructuredMask:
-    q, k = positions(mask, layout.q_len, layout.kv_len, device)
+    q, k = positions((mask.q_positions, mask.kv_positions), layout.q_len, layout.kv_len, device)
     return select(mask.replace(q_positions=q, kv_positions=k), axis, index)
 
 
@@ -177,7 +180,9 @@ def places(layout: LayoutBase) -> tuple[Tensor, Tensor] | None:
     """The positions of queries and keys where they are written out."""
     mask = layout.visibility
     holder = mask if isinstance(mask, StructuredMask) else layout
-    return None if holder.q_positions is None else positions(holder, layout.q_len, layout.kv_len, layout.device)
+    if holder.q_positions is None:
+        return None
+    return positions((holder.q_positions, holder.kv_positions), layout.q_len, layout.kv_len, layout.device)
 
 
 def is_placed(layout: LayoutBase) -> bool:
@@ -219,11 +224,56 @@ def _structured(
 ) -> tuple[StructuredMask | None, Known]:
     """The intersection as a structure and its copy on the host, which decides where there is one."""
     if a_known.mask is None or b_known.mask is None or torch.compiler.is_compiling():
-        return intersect(a, b, operator.is_), Known()
-    mask = intersect(a_known.mask, b_known.mask, _equal)
+        return _intersect(a, b, operator.is_), Known()
+    mask = _intersect(a_known.mask, b_known.mask, _equal)
     if mask is None:
         return None, Known()
-    return intersect(a, b, lambda *_: True), Known(mask, _in_both(a_known.active, b_known.active))
+    return _intersect(a, b, lambda *_: True), Known(mask, _in_both(a_known.active, b_known.active))
+
+
+def _intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tensor], bool]) -> StructuredMask | None:
+    """The mask of what both see, or ``None`` where that has no structured form.
+
+    Args:
+        a: one mask.
+        b: another one of the same lengths.
+        same: whether two tensors are known to hold equal values.
+    """
+    if not a.given() | b.given() <= _COMBINED:
+        return None
+    chunks = [size for size in (a.chunk_size, b.chunk_size) if size is not None]
+    if chunks and max(chunks) % min(chunks):
+        return None
+    segmented = [mask for mask in (a, b) if mask.q_segments is not None]
+    if len(segmented) == 2 and not (_same(a, b, "q_segments", same) and _same(a, b, "kv_segments", same)):
+        return None
+    agree = _same(a, b, "q_positions", same) and _same(a, b, "kv_positions", same)
+    if not agree and a.positional and b.positional:
+        return None
+    # The positions of the one that compares them; failing that, whichever are written out.
+    placed = a if a.positional or (b.q_positions is None and not b.positional) else b
+    causal = [mask.prefix_lengths for mask in (a, b) if mask.causal]
+    prefixes = [prefix for prefix in causal if prefix is not None]
+    if len(prefixes) == 2 and prefixes[0].shape[1:] != prefixes[1].shape[1:]:
+        return None
+    windows = [window for window in (a.window, b.window) if window is not None]
+    valid = [mask.kv_valid for mask in (a, b) if mask.kv_valid is not None]
+    return StructuredMask(
+        causal=bool(causal),
+        window=min(windows, default=None),
+        kv_valid=functools.reduce(operator.and_, valid) if valid else None,
+        q_positions=placed.q_positions,
+        kv_positions=placed.kv_positions,
+        q_segments=segmented[0].q_segments if segmented else None,
+        kv_segments=segmented[0].kv_segments if segmented else None,
+        prefix_lengths=functools.reduce(torch.minimum, prefixes) if causal and len(prefixes) == len(causal) else None,
+        chunk_size=min(chunks, default=None),
+    )
+
+
+def _same(a: StructuredMask, b: StructuredMask, name: str, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    x, y = getattr(a, name), getattr(b, name)
+    return x is y or (x is not None and y is not None and same(x, y))
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

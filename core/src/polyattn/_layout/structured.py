@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,8 +94,8 @@ class StructuredMask:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields that are given, by name."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+        names = self.__dataclass_fields__
+        return {name: value for name in names if isinstance(value := getattr(self, name), Tensor)}
 
     def given(self) -> frozenset[str]:
         """The names of the fields that are set (to anything but ``None`` and False), unknown to a reader or not."""
@@ -109,7 +109,7 @@ class StructuredMask:
     @property
     def positional(self) -> bool:
         """Whether any condition compares positions."""
-        return not self.given() <= _WITHOUT_DISTANCE
+        return not self.given() <= WITHOUT_DISTANCE
 
     def visible(
         self,
@@ -149,38 +149,41 @@ class StructuredMask:
         return functools.reduce(operator.and_, tests) if tests else None
 
 
-_WITHOUT_DISTANCE = frozenset(("kv_valid", "q_positions", "kv_positions", "q_segments", "kv_segments"))
-#: The fields that :func:`intersect` can combine, and beside which a window only narrows.
-COMBINED = _WITHOUT_DISTANCE | {"causal", "window", "prefix_lengths", "chunk_size"}
+#: The fields that compare no positions.
+WITHOUT_DISTANCE = frozenset(("kv_valid", "q_positions", "kv_positions", "q_segments", "kv_segments"))
 
 
-def default_positions(q_len: int, kv_len: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """Positions of queries and keys where none are given: the queries are the last ones (int32, ``[1, .]``)."""
-    q = torch.arange(q_len, dtype=torch.int32, device=device) + (kv_len - q_len)
-    k = torch.arange(kv_len, dtype=torch.int32, device=device)
-    return q[None], k[None]
+def positions(
+    given: tuple[Tensor | None, Tensor | None], q_len: int, kv_len: int, device: torch.device | None
+) -> tuple[Tensor, Tensor]:
+    """The positions of queries and keys, ``Int[B|1, .]``; where none are given, the queries are the last ones (int32).
+
+    Args:
+        given: those of queries and of keys.
+        q_len: number of queries.
+        kv_len: number of keys.
+        device: where to make what is not given.
+    """
+    q, k = given
+    keys = torch.arange(kv_len, dtype=torch.int32 if q is None else q.dtype, device=device)[None] if k is None else k
+    if q is None:
+        q = torch.arange(q_len, dtype=torch.int32, device=device)[None] + (kv_len - q_len)
+    return q, keys
 
 
 def visible_rows(
     mask: StructuredMask, q_len: int, kv_len: int, start: int, stop: int, device: torch.device | None
 ) -> Tensor:
     """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, stop - start, K]``."""
-    q, k = positions(mask, q_len, kv_len, device)
+    q, k = positions((mask.q_positions, mask.kv_positions), q_len, kv_len, device)
 
-    def row(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[:, start:stop, None]
+    def row(value: Tensor) -> Tensor:
+        return value.expand(-1, q_len)[:, start:stop, None]
 
-    def column(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[:, None, :]
+    def column(value: Tensor) -> Tensor:
+        return value[:, None, :]
 
-    prefix = _query_prefix(mask)
-    seen = mask.visible(
-        q[:, start:stop, None],
-        k[:, None, :],
-        valid=column(mask.kv_valid),
-        segments=(row(mask.q_segments), column(mask.kv_segments)),
-        prefix=None if prefix is None else row(prefix.expand(-1, q_len)),
-    )
+    seen = _seen(mask, _query_prefix(mask), row(q), column(k), row, column)
     return torch.ones(1, 1, 1, dtype=torch.bool, device=device) if seen is None else seen
 
 
@@ -190,19 +193,39 @@ def structured_mod(mask: StructuredMask, q_len: int, kv_len: int) -> MaskMod:
     offset = kv_len - q_len
 
     def mod(b: Tensor, _h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = mask.visible(
-            q_idx + offset if mask.q_positions is None else pick(mask.q_positions, b, q_idx),
-            kv_idx if mask.kv_positions is None else pick(mask.kv_positions, b, kv_idx),
-            valid=None if mask.kv_valid is None else pick(mask.kv_valid, b, kv_idx),
-            segments=(
-                None if mask.q_segments is None else pick(mask.q_segments, b, q_idx),
-                None if mask.kv_segments is None else pick(mask.kv_segments, b, kv_idx),
-            ),
-            prefix=None if prefix is None else pick(prefix, b, q_idx),
-        )
+        def row(value: Tensor) -> Tensor:
+            return pick(value, b, q_idx)
+
+        def column(value: Tensor) -> Tensor:
+            return pick(value, b, kv_idx)
+
+        q = q_idx + offset if mask.q_positions is None else row(mask.q_positions)
+        k = kv_idx if mask.kv_positions is None else column(mask.kv_positions)
+        seen = _seen(mask, prefix, q, k, row, column)
         return torch.ones_like(q_idx, dtype=torch.bool) if seen is None else seen
 
     return mod
+
+
+def _seen(
+    mask: StructuredMask,
+    prefix: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    row: Callable[[Tensor], Tensor],
+    column: Callable[[Tensor], Tensor],
+) -> Tensor | None:
+    """The formula at positions q and k; ``row`` and ``column`` give what belongs to these queries and keys."""
+    return mask.visible(
+        q,
+        k,
+        valid=None if mask.kv_valid is None else column(mask.kv_valid),
+        segments=(
+            None if mask.q_segments is None else row(mask.q_segments),
+            None if mask.kv_segments is None else column(mask.kv_segments),
+        ),
+        prefix=None if prefix is None else row(prefix),
+    )
 
 
 def pick(value: Tensor, *index: Tensor) -> Tensor:
@@ -221,26 +244,6 @@ def _saturating_distance(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.iinfo(dtype).max
     high, low = torch.maximum(q, k), torch.minimum(q, k)
     return high - torch.maximum(low, high.clamp(min=-1) - limit)
-
-
-class Placed(Protocol):
-    """What may give positions: a mask by structure, or a layout of another kind."""
-
-    @property
-    def q_positions(self) -> Tensor | None:
-        """``Int[B|1, Q]``."""
-
-    @property
-    def kv_positions(self) -> Tensor | None:
-        """``Int[B|1, K]``."""
-
-
-def positions(mask: Placed, q_len: int, kv_len: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """The positions of queries and keys, ``Int[B|1, .]``; those that are not given are made on ``device``."""
-    q, k = default_positions(q_len, kv_len, device)
-    if mask.q_positions is None:
-        return q, k
-    return mask.q_positions, k.to(mask.q_positions.dtype) if mask.kv_positions is None else mask.kv_positions
 
 
 def _query_prefix(mask: StructuredMask) -> Tensor | None:
@@ -263,48 +266,3 @@ def take(value: Tensor, dim: int, index: Index) -> Tensor:
     if isinstance(index, slice):
         return value[(slice(None),) * dim + (index,)]
     return value.index_select(dim, index.to(value.device))
-
-
-def intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tensor], bool]) -> StructuredMask | None:
-    """The mask of what both see, or ``None`` where that has no structured form.
-
-    Args:
-        a: one mask.
-        b: another one of the same lengths.
-        same: whether two tensors are known to hold equal values.
-    """
-    if not a.given() | b.given() <= COMBINED:
-        return None
-    chunks = [size for size in (a.chunk_size, b.chunk_size) if size is not None]
-    if chunks and max(chunks) % min(chunks):
-        return None
-    segmented = [mask for mask in (a, b) if mask.q_segments is not None]
-    if len(segmented) == 2 and not (_same(a, b, "q_segments", same) and _same(a, b, "kv_segments", same)):
-        return None
-    agree = _same(a, b, "q_positions", same) and _same(a, b, "kv_positions", same)
-    if not agree and a.positional and b.positional:
-        return None
-    # The positions of the one that compares them; failing that, whichever are written out.
-    placed = a if a.positional or (b.q_positions is None and not b.positional) else b
-    causal = [mask.prefix_lengths for mask in (a, b) if mask.causal]
-    prefixes = [prefix for prefix in causal if prefix is not None]
-    if len(prefixes) == 2 and prefixes[0].shape[1:] != prefixes[1].shape[1:]:
-        return None
-    windows = [window for window in (a.window, b.window) if window is not None]
-    valid = [mask.kv_valid for mask in (a, b) if mask.kv_valid is not None]
-    return StructuredMask(
-        causal=bool(causal),
-        window=min(windows, default=None),
-        kv_valid=functools.reduce(operator.and_, valid) if valid else None,
-        q_positions=placed.q_positions,
-        kv_positions=placed.kv_positions,
-        q_segments=segmented[0].q_segments if segmented else None,
-        kv_segments=segmented[0].kv_segments if segmented else None,
-        prefix_lengths=functools.reduce(torch.minimum, prefixes) if causal and len(prefixes) == len(causal) else None,
-        chunk_size=min(chunks, default=None),
-    )
-
-
-def _same(a: StructuredMask, b: StructuredMask, name: str, same: Callable[[Tensor, Tensor], bool]) -> bool:
-    x, y = getattr(a, name), getattr(b, name)
-    return x is y or (x is not None and y is not None and same(x, y))
