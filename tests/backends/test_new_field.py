@@ -13,7 +13,8 @@ import pytest
 
 import polyattn
 from polyattn import FEATURES, AttentionRequest, LayoutError, MaskLayout, StructuredMask
-from polyattn._features import WORDS, features_of
+from polyattn._features import features_of
+from polyattn._layout.structured import WORDS
 
 SUPPORT = Path(__file__).parents[1] / "support"
 #: What a new field takes: a line in the mask, one in the formula, one word in the list, and what the word stands for.
@@ -24,9 +25,9 @@ CHANGES = {
             "        if self.dilation is not None:\n            tests.append((q - k) % self.dilation == 0)\n"
             "        if self.causal:\n            tests"
         ),
+        '    "chunk_size": "chunked",\n': '    "chunk_size": "chunked",\n    "dilation": "dilation",\n',
     },
     "_reasons.py": {'    "chunked",\n': '    "chunked",\n    "dilation",\n'},
-    "_features.py": {'    "chunk_size": "chunked",\n': '    "chunk_size": "chunked",\n    "dilation": "dilation",\n'},
 }
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from polyattn._errors import LayoutError
 from polyattn._layout.blocks import covered_keys, key_intervals
 from polyattn._layout.checks import as_device, check_flag, check_int
+from polyattn._layout.indexing import pick
 from polyattn._layout.known import Known, read_host
 from polyattn._layout.sizes import infer_sizes
-from polyattn._layout.structured import MaskMod, StructuredMask, pick
+from polyattn._layout.structured import MaskMod, StructuredMask
 from polyattn._layout.visibility import Visibility, dense_rows, held, moved, pinned, to_mod
 from polyattn.messages import shown
 

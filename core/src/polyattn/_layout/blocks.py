@@ -25,10 +25,9 @@ MAX_WINDOW = 2**61
 #: Beyond every distance of two positions.
 _FAR = 2**65
 #: The fields that blocks can express.
-_LOWERED = frozenset((
-    *("causal", "window", "chunk_size", "prefix_lengths", "kv_valid"),
-    *("q_positions", "kv_positions", "q_segments", "kv_segments"),
-))  # fmt: skip
+_LOWERED = {"causal", "window", "chunk_size", "prefix_lengths", "kv_valid"} | {
+    *("q_positions", "kv_positions", "q_segments", "kv_segments")
+}
 
 
 class Block(NamedTuple):
@@ -75,7 +74,7 @@ def find_blocks(mask: StructuredMask, q_len: int, kv_len: int, rows: int, active
     prefixes: list[Any] = [None] if mask.prefix_lengths is None else mask.prefix_lengths.tolist()
     blocks: list[Block] = []
     for b, (q_runs, k_runs) in enumerate(zip(queries, keys, strict=True)):
-        if _scattered(q_runs) or _scattered(k_runs):
+        if _scattered(q_runs) or (k_runs is not q_runs and _scattered(k_runs)):
             return None
         found = _row_blocks(mask, b, q_runs, k_runs, prefixes[b % len(prefixes)])
         if found is None:
@@ -194,7 +193,7 @@ def _runs(
 
 
 def _scattered(runs: list[Run]) -> bool:
-    return len(runs) > MAX_RUNS and max(Counter(run.segment for run in runs).values()) > MAX_RUNS
+    return len(runs) > MAX_RUNS and max(Counter([run.segment for run in runs]).values()) > MAX_RUNS
 
 
 def _pieces(mask: StructuredMask, run: Run, prefix: int | None) -> list[tuple[Run, int, int, bool]]:

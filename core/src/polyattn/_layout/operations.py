@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +12,16 @@ from torch import Tensor
 from polyattn._errors import LayoutError
 from polyattn._layout.base import LayoutBase
 from polyattn._layout.checks import Index, as_index, check_int, check_window
+from polyattn._layout.indexing import positions, take
 from polyattn._layout.known import Known
 from polyattn._layout.picture import Drawable
-from polyattn._layout.structured import WITHOUT_DISTANCE, StructuredMask, positions, select, take
+from polyattn._layout.structured import COMBINED, StructuredMask, intersect
 from polyattn._layout.visibility import BothMod, pinned, selected
 from polyattn.messages import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: The fields that :func:`_intersect` can combine, and beside which a window only narrows.
-_COMBINED = WITHOUT_DISTANCE | {"causal", "window", "prefix_lengths", "chunk_size"}
 Some = slice | Sequence[int] | Tensor
 
 
@@ -64,7 +62,7 @@ class Combinable(Drawable):
             return self
         mask, validate = self.visibility, True
         if q_positions is None or is_placed(self):
-            if isinstance(mask, StructuredMask) and mask.given() <= _COMBINED:
+            if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
                 if mask.window is not None and mask.window <= window:
                     return self
                 narrowed = mask.replace(window=window)
@@ -155,8 +153,12 @@ def _taken(active: Tensor | None, index: Index) -> Tensor | None:
 
 
 def _part(layout: LayoutBase, mask: StructuredMask, axis: str, index: Index, device: torch.device) -> StructuredMask:
+    """The part of a structure, with positions, at ``index`` of what runs over ``axis``."""
     q, k = positions((mask.q_positions, mask.kv_positions), layout.q_len, layout.kv_len, device)
-    return select(mask.replace(q_positions=q, kv_positions=k), axis, index)
+    placed = mask.replace(q_positions=q, kv_positions=k)
+    prefix = "q_" if axis == "queries" else "kv_"
+    parts = {name: take(value, 1, index) for name, value in placed.tensors().items() if name.startswith(prefix)}
+    return placed.replace(**parts)
 
 
 def _check_alike(a: LayoutBase, b: LayoutBase) -> None:
@@ -224,56 +226,11 @@ def _structured(
 ) -> tuple[StructuredMask | None, Known]:
     """The intersection as a structure and its copy on the host, which decides where there is one."""
     if a_known.mask is None or b_known.mask is None or torch.compiler.is_compiling():
-        return _intersect(a, b, operator.is_), Known()
-    mask = _intersect(a_known.mask, b_known.mask, _equal)
+        return intersect(a, b, operator.is_), Known()
+    mask = intersect(a_known.mask, b_known.mask, _equal)
     if mask is None:
         return None, Known()
-    return _intersect(a, b, lambda *_: True), Known(mask, _in_both(a_known.active, b_known.active))
-
-
-def _intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tensor], bool]) -> StructuredMask | None:
-    """The mask of what both see, or ``None`` where that has no structured form.
-
-    Args:
-        a: one mask.
-        b: another one of the same lengths.
-        same: whether two tensors are known to hold equal values.
-    """
-    if not a.given() | b.given() <= _COMBINED:
-        return None
-    chunks = [size for size in (a.chunk_size, b.chunk_size) if size is not None]
-    if chunks and max(chunks) % min(chunks):
-        return None
-    segmented = [mask for mask in (a, b) if mask.q_segments is not None]
-    if len(segmented) == 2 and not (_same(a, b, "q_segments", same) and _same(a, b, "kv_segments", same)):
-        return None
-    agree = _same(a, b, "q_positions", same) and _same(a, b, "kv_positions", same)
-    if not agree and a.positional and b.positional:
-        return None
-    # The positions of the one that compares them; failing that, whichever are written out.
-    placed = a if a.positional or (b.q_positions is None and not b.positional) else b
-    causal = [mask.prefix_lengths for mask in (a, b) if mask.causal]
-    prefixes = [prefix for prefix in causal if prefix is not None]
-    if len(prefixes) == 2 and prefixes[0].shape[1:] != prefixes[1].shape[1:]:
-        return None
-    windows = [window for window in (a.window, b.window) if window is not None]
-    valid = [mask.kv_valid for mask in (a, b) if mask.kv_valid is not None]
-    return StructuredMask(
-        causal=bool(causal),
-        window=min(windows, default=None),
-        kv_valid=functools.reduce(operator.and_, valid) if valid else None,
-        q_positions=placed.q_positions,
-        kv_positions=placed.kv_positions,
-        q_segments=segmented[0].q_segments if segmented else None,
-        kv_segments=segmented[0].kv_segments if segmented else None,
-        prefix_lengths=functools.reduce(torch.minimum, prefixes) if causal and len(prefixes) == len(causal) else None,
-        chunk_size=min(chunks, default=None),
-    )
-
-
-def _same(a: StructuredMask, b: StructuredMask, name: str, same: Callable[[Tensor, Tensor], bool]) -> bool:
-    x, y = getattr(a, name), getattr(b, name)
-    return x is y or (x is not None and y is not None and same(x, y))
+    return intersect(a, b, lambda *_: True), Known(mask, _in_both(a_known.active, b_known.active))
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.checks import Index, check_bool, check_flag, check_int, check_ints, check_positions, check_window
+from polyattn._layout.checks import check_bool, check_flag, check_int, check_ints, check_positions, check_window
+from polyattn._layout.indexing import pick, positions
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -109,7 +110,7 @@ class StructuredMask:
     @property
     def positional(self) -> bool:
         """Whether any condition compares positions."""
-        return not self.given() <= WITHOUT_DISTANCE
+        return not self.given() <= _WITHOUT_DISTANCE
 
     def visible(
         self,
@@ -150,25 +151,21 @@ class StructuredMask:
 
 
 #: The fields that compare no positions.
-WITHOUT_DISTANCE = frozenset(("kv_valid", "q_positions", "kv_positions", "q_segments", "kv_segments"))
-
-
-def positions(
-    given: tuple[Tensor | None, Tensor | None], q_len: int, kv_len: int, device: torch.device | None
-) -> tuple[Tensor, Tensor]:
-    """The positions of queries and keys, ``Int[B|1, .]``; where none are given, the queries are the last ones (int32).
-
-    Args:
-        given: those of queries and of keys.
-        q_len: number of queries.
-        kv_len: number of keys.
-        device: where to make what is not given.
-    """
-    q, k = given
-    keys = torch.arange(kv_len, dtype=torch.int32 if q is None else q.dtype, device=device)[None] if k is None else k
-    if q is None:
-        q = torch.arange(q_len, dtype=torch.int32, device=device)[None] + (kv_len - q_len)
-    return q, keys
+_WITHOUT_DISTANCE = frozenset(("kv_valid", "q_positions", "kv_positions", "q_segments", "kv_segments"))
+#: The fields that :func:`intersect` can combine, and beside which a window only narrows.
+COMBINED = _WITHOUT_DISTANCE | {"causal", "window", "prefix_lengths", "chunk_size"}
+#: The word for each field in the features that backends declare abilities in.
+WORDS = {
+    "causal": "causal",
+    "window": "window",
+    "kv_valid": "padded",
+    "q_segments": "packed",
+    "kv_segments": "packed",
+    "prefix_lengths": "prefix_lm",
+    "chunk_size": "chunked",
+    "q_positions": "positions",
+    "kv_positions": "positions",
+}
 
 
 def visible_rows(
@@ -228,11 +225,6 @@ def _seen(
     )
 
 
-def pick(value: Tensor, *index: Tensor) -> Tensor:
-    """``value[index]``, where a dimension of size 1 broadcasts: what a ``mask_mod`` does to a captured tensor."""
-    return value[tuple(i * 0 if size == 1 else i for size, i in zip(value.shape, index, strict=True))]
-
-
 def _chunk(position: Tensor, size: int) -> Tensor:
     if size > torch.iinfo(position.dtype).max:  # not a number of the dtype; all of one sign is one chunk
         return -(position < 0).to(position.dtype)
@@ -255,14 +247,46 @@ def _query_prefix(mask: StructuredMask) -> Tensor | None:
     return prefix.expand(rows, -1).gather(1, mask.q_segments.long().expand(rows, -1))
 
 
-def select(mask: StructuredMask, axis: str, index: Index) -> StructuredMask:
-    """The mask with the part at ``index`` of what runs over ``axis``, ``queries`` or ``keys``."""
-    prefix = "q_" if axis == "queries" else "kv_"
-    return mask.replace(**{n: take(v, 1, index) for n, v in mask.tensors().items() if n.startswith(prefix)})
+def intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tensor], bool]) -> StructuredMask | None:
+    """The mask of what both see, or ``None`` where that has no structured form.
+
+    Args:
+        a: one mask.
+        b: another one of the same lengths.
+        same: whether two tensors are known to hold equal values.
+    """
+    if not a.given() | b.given() <= COMBINED:
+        return None
+    chunks = [size for size in (a.chunk_size, b.chunk_size) if size is not None]
+    if chunks and max(chunks) % min(chunks):
+        return None
+    segmented = [mask for mask in (a, b) if mask.q_segments is not None]
+    if len(segmented) == 2 and not (_same(a, b, "q_segments", same) and _same(a, b, "kv_segments", same)):
+        return None
+    agree = _same(a, b, "q_positions", same) and _same(a, b, "kv_positions", same)
+    if not agree and a.positional and b.positional:
+        return None
+    # The positions of the one that compares them; failing that, whichever are written out.
+    placed = a if a.positional or (b.q_positions is None and not b.positional) else b
+    causal = [mask.prefix_lengths for mask in (a, b) if mask.causal]
+    prefixes = [prefix for prefix in causal if prefix is not None]
+    if len(prefixes) == 2 and prefixes[0].shape[1:] != prefixes[1].shape[1:]:
+        return None
+    windows = [window for window in (a.window, b.window) if window is not None]
+    valid = [mask.kv_valid for mask in (a, b) if mask.kv_valid is not None]
+    return StructuredMask(
+        causal=bool(causal),
+        window=min(windows, default=None),
+        kv_valid=functools.reduce(operator.and_, valid) if valid else None,
+        q_positions=placed.q_positions,
+        kv_positions=placed.kv_positions,
+        q_segments=segmented[0].q_segments if segmented else None,
+        kv_segments=segmented[0].kv_segments if segmented else None,
+        prefix_lengths=functools.reduce(torch.minimum, prefixes) if causal and len(prefixes) == len(causal) else None,
+        chunk_size=min(chunks, default=None),
+    )
 
 
-def take(value: Tensor, dim: int, index: Index) -> Tensor:
-    """The part of ``value`` at ``index`` along ``dim``; a slice gives a view."""
-    if isinstance(index, slice):
-        return value[(slice(None),) * dim + (index,)]
-    return value.index_select(dim, index.to(value.device))
+def _same(a: StructuredMask, b: StructuredMask, name: str, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    x, y = getattr(a, name), getattr(b, name)
+    return x is y or (x is not None and y is not None and same(x, y))

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import Index
-from polyattn._layout.structured import MaskMod, StructuredMask, pick, structured_mod, take, visible_rows
+from polyattn._layout.indexing import pick, take
+from polyattn._layout.structured import MaskMod, StructuredMask, structured_mod, visible_rows
 
 Visibility = Tensor | MaskMod | StructuredMask
 
