@@ -52,14 +52,9 @@ class Run(NamedTuple):
 
 
 def find_blocks(mask: StructuredMask, q_len: int, kv_len: int, rows: int, active: Tensor | None) -> list[Block] | None:
-    """The blocks of a mask whose tensors are on the host, or ``None`` where it has no such form.
+    """The blocks of the first ``rows`` batch rows of a mask on the host; ``None`` where it has no such form.
 
-    Args:
-        mask: the structure.
-        q_len: number of queries Q.
-        kv_len: number of keys K.
-        rows: number of batch rows to list.
-        active: ``Bool[B|1, Q]``; queries before the first and after the last active one are left out.
+    Queries before the first and after the last ``active`` one (``Bool[B|1, Q]``) are left out.
     """
     if not mask.given() <= _LOWERED or (mask.window is not None and mask.window > MAX_WINDOW):
         return None
@@ -101,9 +96,7 @@ def narrow(blocks: list[Block], window: int) -> list[Block]:
 def to_table(blocks: list[Block], repeats: int) -> Tensor:
     """The blocks as a table, behind an empty block; a mask that shows nothing is two empty blocks.
 
-    Args:
-        blocks: of all batch rows, or of the one that is repeated.
-        repeats: how many batch rows each block stands for.
+    With ``repeats`` above 1 the blocks are those of one batch row, which stands for so many.
     """
     empty = Block(0, 0, 0, 0, 0, 0, 0)
     table = torch.tensor([empty, *(blocks or [empty])], dtype=torch.int64, device="cpu")
@@ -153,15 +146,9 @@ def _row_blocks(
 def _runs(
     rows: int, length: int, offset: int, positions: Tensor | None, segments: Tensor | None, wanted: Tensor | None
 ) -> list[list[Run]]:
-    """The runs of each batch row, in order; what is not wanted is in none.
+    """The runs of each of the batch rows, in order; what is not wanted is in none.
 
-    Args:
-        rows: number of batch rows.
-        length: Q or K.
-        offset: position of index 0 where ``positions`` are not given.
-        positions: ``Int[B|1, length]``.
-        segments: ``Int[B|1, length]``.
-        wanted: ``Bool[B|1, length]``.
+    Tensors are ``[B|1, length]``; ``offset`` is the position of index 0 where ``positions`` are not given.
     """
     given = [value for value in (positions, segments, wanted) if value is not None]
     if not given:
@@ -197,11 +184,10 @@ def _scattered(runs: list[Run]) -> bool:
 
 
 def _pieces(mask: StructuredMask, run: Run, prefix: int | None) -> list[tuple[Run, int, int, bool]]:
-    """Cut a run of queries where the rule changes: at its prefix and between chunks.
+    """A run of queries cut where the rule changes: at its prefix and between chunks.
 
-    Returns:
-        Each piece, the half-open range of key positions that prefix and chunk leave to it, and whether the causal rule
-        still acts in it.
+    Each piece comes with the half-open range of key positions that prefix and chunk leave to it, and with whether the
+    causal rule still acts in it.
     """
     size = mask.chunk_size
     if size is None and prefix is None:

@@ -11,13 +11,9 @@ from polyattn._layout.checks import Index
 def positions(
     given: tuple[Tensor | None, Tensor | None], q_len: int, kv_len: int, device: torch.device | None
 ) -> tuple[Tensor, Tensor]:
-    """The positions of queries and keys, ``Int[B|1, .]``; where none are given, the queries are the last ones (int32).
+    """The positions of queries and keys, ``Int[B|1, .]``: the ``given`` ones, others made on ``device``.
 
-    Args:
-        given: those of queries and of keys.
-        q_len: number of queries.
-        kv_len: number of keys.
-        device: where to make what is not given.
+    Where none are given, the queries are the last ``q_len`` of ``kv_len`` positions (int32).
     """
     q, k = given
     keys = torch.arange(kv_len, dtype=torch.int32 if q is None else q.dtype, device=device)[None] if k is None else k

@@ -89,11 +89,7 @@ class Known(NamedTuple):
 def read_host(visibility: Visibility, active: Tensor | None, copies: Sequence[Read] = (), *, sync: bool) -> Known:
     """The structure on the host; nothing where there is none or a tensor of it is not read.
 
-    Args:
-        visibility: the description.
-        active: the active queries.
-        copies: tensors of the description that have been read already.
-        sync: whether to copy what lies on a device, each tensor once.
+    ``copies`` have been read already; with ``sync`` whatever else lies on a device is copied, each tensor once.
     """
     if not isinstance(visibility, StructuredMask) or torch.compiler.is_compiling():
         return Known()

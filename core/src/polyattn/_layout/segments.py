@@ -73,9 +73,7 @@ def from_position_ids(position_ids: Ints, kv_len: int | None, *, validate: bool)
 def places(documents: Read, *, unread: bool) -> Read | None:
     """The place of each token in its document, where the distances of the row are others.
 
-    Args:
-        documents: ``Int[B, K]``.
-        unread: whether places are wanted of documents whose values are not known on the host.
+    ``unread``: whether places are wanted of documents whose values are not known on the host.
     """
     values = documents[1]
     wanted = unread if values is None else not bool(together(values))
@@ -115,13 +113,8 @@ def read_rows(
 ) -> tuple[Read, list[list[int]] | None]:
     """``value`` as an integer tensor of rows, and as ints where it was given so; one list or 1-D tensor is one row.
 
-    Ints are known while tracing too, where no tensor can be read.
-
-    Args:
-        name: of the argument, for the message.
-        value: a tensor of rank 1 or 2, ints, or one sequence of ints per batch row.
-        fill: gives the number that lengthens a short list; ``None``: lists of different lengths are refused.
-        validate: whether the values of a tensor must be readable.
+    Ints are known while tracing too, where no tensor can be read. ``fill`` gives the number that lengthens a short
+    list; without it lists of different lengths are refused.
     """
     if isinstance(value, Tensor):
         check_ints(name, value, "[N] or [B, N]", (1, 2))
