@@ -70,9 +70,9 @@ def test_every_form_of_a_mask_counts_as_python_does(start):
         first = torch.zeros(1, 1, dtype=torch.int32)
         by_element = layout.to_mask_mod()(first, first, *torch.broadcast_tensors(*index))
         assert torch.equal(by_element.expand_as(seen), seen), seed
-        ranges = layout.key_ranges()
-        if ranges is not None:
-            start_key, stop_key = (x[0][:, None] for x in ranges)
+        intervals = layout.key_intervals()
+        if intervals is not None:
+            start_key, stop_key = intervals[0, :, None].unbind(-1)
             assert torch.equal((index[1] >= start_key) & (index[1] < stop_key), seen), seed
             lowered += 1
     assert lowered > 100

@@ -80,7 +80,7 @@ def test_structure_gives_the_block_mask_that_torch_finds_element_by_element(name
     layout = LAYOUTS[name]()
     sizes = (layout.batch, layout.heads, layout.q_len, layout.kv_len)
     block_mask = create_block_mask(layout.to_mask_mod(), *sizes, device="cpu")
-    _assert_equal(from_ranges(*layout.key_ranges(), layout.kv_len, backward=True), block_mask)
+    _assert_equal(from_ranges(*layout.key_intervals().unbind(-1), layout.kv_len, backward=True), block_mask)
     _assert_equal(from_rows(layout.dense_rows, layout.q_len, backward=True), block_mask)
 
 

@@ -13,7 +13,8 @@ import pytest
 
 import polyattn
 from polyattn import FEATURES, AttentionRequest, LayoutError, MaskLayout, StructuredMask
-from polyattn._features import WORDS, features_of
+from polyattn._features import features_of
+from polyattn._layout.structured import WORDS
 
 SUPPORT = Path(__file__).parents[1] / "support"
 #: What a new field takes: a line in the mask, one in the formula, one word in the list, and what the word stands for.
@@ -24,9 +25,9 @@ CHANGES = {
             "        if self.dilation is not None:\n            tests.append((q - k) % self.dilation == 0)\n"
             "        if self.causal:\n            tests"
         ),
+        '    "chunk_size": "chunked",\n': '    "chunk_size": "chunked",\n    "dilation": "dilation",\n',
     },
     "_reasons.py": {'    "chunked",\n': '    "chunked",\n    "dilation",\n'},
-    "_features.py": {'    "chunk_size": "chunked",\n': '    "chunk_size": "chunked",\n    "dilation": "dilation",\n'},
 }
 
 
@@ -115,7 +116,7 @@ def test_a_structure_of_another_class_is_refused_whatever_it_adds():
 
 def test_no_backend_computes_its_abilities_from_the_list_of_all_features():
     root = Path(__file__).parents[2]
-    folders = [root / "plugins", root / "examples", root / "core/src/polyattn/_cli/template"]
+    folders = [root / "plugins", root / "examples", root / "cli/src/polyattn_cli/template"]
     sources = [path for folder in folders for path in [*folder.rglob("*.py"), *folder.rglob("*.jinja")]]
     assert len(sources) > 30
     assert [str(path) for path in sources if "FEATURES" in path.read_text(encoding="utf-8")] == []

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polyattn._errors import LayoutError
-from polyattn._layout import MaskLayout, StructuredMask, base
+from polyattn._layout import MaskLayout, StructuredMask, base, checks, known
 from polyattn._request import AttentionRequest
 
 
@@ -215,9 +215,8 @@ def test_layouts_compare_by_identity_and_never_change():
     assert {layout: 1}[layout] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.q_len = 3
-    assert dataclasses.replace(
-        layout, active_queries=torch.tensor([[True, True, False, False]])
-    ).may_have_fully_masked_rows
+    some = torch.tensor([[True, True, False, False]])
+    assert dataclasses.replace(layout, active_queries=some).may_have_fully_masked_rows
 
 
 class Largest(TorchDispatchMode):
@@ -254,3 +253,66 @@ def test_fully_masked_rows_and_unseen_keys_of_a_structure_are_linear():
         assert not layout.rows_without_keys().any()
         assert not layout.unseen_keys().any()
     assert largest.elements <= 1_000_000
+
+
+@pytest.mark.parametrize(
+    "operation, searches",
+    [
+        (lambda layout: layout.with_window(2), 0),
+        (lambda layout: layout.with_window(2**40), 0),
+        (lambda layout: layout.expand(3), 0),
+        (lambda layout: layout.to("meta"), 0),
+        (lambda layout: layout & MaskLayout.causal(6), 2),  # the other layout's own
+        (lambda layout: layout.select_queries(slice(1, 4)), 1),
+    ],
+    ids=["window", "window beyond every distance", "expand", "to", "and", "select"],
+)
+def test_an_operation_looks_for_blocks_only_where_they_do_not_follow(operation, searches, monkeypatch):
+    layout, found = MaskLayout.packed([2, 4]), []
+
+    def find(*arguments):
+        found.append(arguments)
+        return find_blocks(*arguments)
+
+    find_blocks = known.find_blocks
+    monkeypatch.setattr(known, "find_blocks", find)
+    assert operation(layout).to_blocks() is not None
+    assert len(found) == searches
+
+
+IDS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
+OF_TENSORS = {
+    "padded": lambda: MaskLayout.padded(IDS < 2),
+    "padded by lengths": lambda: MaskLayout.padded(lengths=torch.tensor([4, 6]), kv_len=6),
+    "lengths": lambda: MaskLayout.packed(torch.tensor([[2, 4], [3, 3]])),
+    "offsets": lambda: MaskLayout.packed(cu_seqlens=torch.tensor([0, 2, 6])),
+    "documents": lambda: MaskLayout.packed(document_ids=IDS),
+    "scattered documents": lambda: MaskLayout.packed(document_ids=torch.tensor([[0, 1, 0, 1, 1, 0]])),
+    "positions": lambda: MaskLayout.packed(position_ids=torch.tensor([[0, 1, 0, 1, 2, 3]]), active_queries=IDS < 1),
+    "prefix": lambda: MaskLayout.prefix_lm(torch.tensor([3, 1]), 6),
+    "fields": lambda: MaskLayout(
+        6, 6, visibility=StructuredMask(causal=True, kv_valid=IDS < 3, q_segments=IDS, kv_segments=IDS)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("build", OF_TENSORS.values(), ids=OF_TENSORS.keys())
+def test_a_tensor_on_a_device_is_read_once_and_by_no_operation(build, monkeypatch):
+    want, read = build().to_blocks(), []
+
+    def copied(value, *, sync):
+        read.append(value)
+        return value.clone() if sync else None
+
+    for module in (checks, known):
+        monkeypatch.setattr(module, "on_host", copied)
+    layout = build()
+    assert len({id(value) for value in read}) == len(read) <= 2
+    other, count = MaskLayout.causal(6), len(read)
+    for derived in (
+        layout.with_window(2), layout & other, other & layout, layout.select_queries(slice(1, 4)),
+        layout.select_keys(slice(0, 4)), layout.expand(layout.batch + (layout.batch == 1)), layout.to("meta"),
+    ):  # fmt: skip
+        assert derived._known.lowered or not isinstance(derived.visibility, StructuredMask)
+    assert len(read) == count
+    assert torch.equal(layout.to_blocks(), want) if want is not None else layout.to_blocks() is None

@@ -131,7 +131,7 @@ def test_every_question_is_answered_inside_a_graph():
         layouts = (*[make() for make in INSIDE], *OUTSIDE, FUNCTION)
         return [
             (layout.dense_rows(1, 4), layout.rows_without_keys(), layout.unseen_keys(),
-             layout.to_mask_mod()(index * 0, index * 0, index, index - 1), layout.key_ranges())
+             layout.to_mask_mod()(index * 0, index * 0, index, index - 1), layout.key_intervals())
             for layout in layouts
         ]  # fmt: skip
 

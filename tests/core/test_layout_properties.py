@@ -362,3 +362,20 @@ def regular(draw):
 def test_regular_layouts_and_their_slices_always_have_blocks(layout):
     assert layout.to_blocks() is not None
     assert torch.equal(painted(layout), layout.to_dense().expand(layout.batch, -1, -1, -1))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(structured(), worked()), st.integers(1, 13), st.integers(2, 3))
+def test_blocks_that_an_operation_hands_on_are_those_found_anew(case, window, rows):
+    layout = case.layout
+    if not isinstance(layout.visibility, StructuredMask):
+        return
+    derived = [layout.with_window(window), *([layout.expand(rows)] if layout.batch == 1 else [])]
+    for other in derived:
+        fields = {field.name: getattr(other, field.name) for field in dataclasses.fields(other) if field.init}
+        anew = MaskLayout(**fields)
+        assert (other.to_blocks() is None) == (anew.to_blocks() is None)
+        if anew.to_blocks() is not None:
+            assert torch.equal(other.to_blocks(), anew.to_blocks())
+        assert other.may_have_fully_masked_rows == anew.may_have_fully_masked_rows
+        assert other.may_have_unseen_keys == anew.may_have_unseen_keys

@@ -88,7 +88,7 @@ def operations():
         "pickle": same(pickle.loads(pickle.dumps(LAYOUT)), oracle()),
         "deepcopy": same(copy.deepcopy(LAYOUT), oracle()),
         "to_mask_mod": same(MaskLayout.from_mod(LAYOUT.to_mask_mod(), q_len=LENGTH, kv_len=LENGTH), oracle()),
-        "no blocks": LAYOUT.to_blocks() is None and LAYOUT.key_ranges() is None,
+        "no blocks": LAYOUT.to_blocks() is None and LAYOUT.key_intervals() is None,
         "described": "dilation" in LAYOUT.describe(),
         "drawn": "-" in LAYOUT.draw().splitlines()[-1],
     }

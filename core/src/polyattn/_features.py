@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from polyattn._layout import MaskLayout, StructuredMask
+from polyattn._layout.structured import WORDS
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 
@@ -14,19 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-#: The word for each field of a StructuredMask.
-WORDS = {
-    "causal": "causal",
-    "window": "window",
-    "kv_valid": "padded",
-    "q_segments": "packed",
-    "kv_segments": "packed",
-    "prefix_lengths": "prefix_lm",
-    "chunk_size": "chunked",
-    "q_positions": "positions",
-    "kv_positions": "positions",
-}
 
 
 def features_of(layout: MaskLayout, request: AttentionRequest) -> dict[str, str]:

@@ -29,12 +29,13 @@ class _Strided(StructuredMask):
         return near if seen is None else seen & near
 
 
-def _layout(**fields: Any) -> MaskLayout:
-    """A layout as a later polyattn would make it; this one refuses the class in the constructor.
+def _nothing(_b: Tensor, _h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx + kv_idx < 0
 
-    It is made of a function, of which a layout derives nothing, and gets its mask afterwards.
-    """
-    layout = MaskLayout(_LENGTH, _LENGTH, visibility=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+
+def _layout(**fields: Any) -> MaskLayout:
+    """A layout as a later polyattn would make it; this one refuses the class in the constructor."""
+    layout = MaskLayout.from_mod(_nothing, q_len=_LENGTH, kv_len=_LENGTH)  # of which the host knows nothing
     object.__setattr__(layout, "visibility", _Strided(**fields, stride=2))
     return layout
 

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout import picture
-from polyattn._layout.blocks import covered_keys, key_ranges
+from polyattn._layout.blocks import covered_keys, key_intervals
 from polyattn._layout.checks import as_device, check_flag, check_int
-from polyattn._layout.lowering import Host, Known, Lowered, check_segment_prefixes, lower, read_host
+from polyattn._layout.indexing import pick
+from polyattn._layout.known import Known, read_host
 from polyattn._layout.sizes import infer_sizes
-from polyattn._layout.structured import MaskMod, StructuredMask, pick
+from polyattn._layout.structured import MaskMod, StructuredMask
 from polyattn._layout.visibility import Visibility, dense_rows, held, moved, pinned, to_mod
 from polyattn.messages import shown
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from typing_extensions import Self
 
 Device = torch.device | str
@@ -39,7 +38,7 @@ def _everything() -> StructuredMask:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LayoutBase:
-    """The fields of a layout and the questions to it; :class:`MaskLayout` adds constructors and operations."""
+    """The fields of a layout and the questions to it; :class:`MaskLayout` adds pictures, operations, constructors."""
 
     q_len: int
     kv_len: int
@@ -50,22 +49,21 @@ class LayoutBase:
     validate: dataclasses.InitVar[bool] = True
     q_positions: Tensor | None = None
     kv_positions: Tensor | None = None
-    _known: dataclasses.InitVar[Known | None] = None
-    _host: Host | None = dataclasses.field(init=False)
-    _lowered: Lowered = dataclasses.field(init=False)
+    _handed: dataclasses.InitVar[Known | None] = None
+    _known: Known = dataclasses.field(init=False)
 
-    def __post_init__(self, validate: bool, _known: Known | None) -> None:
+    def __post_init__(self, validate: bool, _handed: Known | None) -> None:
         check_flag("validate", validate)
         places = (self.q_positions, self.kv_positions)
         parts = (self.visibility, self.active_queries, places)
         batch, heads = infer_sizes(self.q_len, self.kv_len, self.batch, self.heads, *parts)
-        known = _known or Known(read_host(self.visibility, self.active_queries, sync=validate))
-        if known.host is not None:
-            check_segment_prefixes(known.host.mask)
+        known = _handed or read_host(self.visibility, self.active_queries, sync=validate)
+        if not known.lowered:
+            # Now: a layout that is an input of a graph has its blocks there only as a tensor that it holds already.
+            known = known.lower(self.q_len, self.kv_len, batch)
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "heads", heads)
-        object.__setattr__(self, "_host", known.host)
-        object.__setattr__(self, "_lowered", known.lowered or lower(known.host, self.q_len, self.kv_len, batch))
+        object.__setattr__(self, "_known", known)
 
     @property
     def device(self) -> torch.device | None:
@@ -78,12 +76,12 @@ class LayoutBase:
     @property
     def may_have_fully_masked_rows(self) -> bool:
         """False when the host knows that every query sees a key; True also when it does not know."""
-        return self._lowered.fully_masked_rows
+        return self._known.may_have_fully_masked_rows
 
     @property
     def may_have_unseen_keys(self) -> bool:
         """False when the host knows that every key is seen by a query; True also when it does not know."""
-        return self._lowered.unseen_keys
+        return self._known.may_have_unseen_keys
 
     def to_blocks(self) -> Tensor | None:
         """The structure as rectangles: an int64 CPU table ``[N, 7]``, or ``None`` for what has no such form.
@@ -94,7 +92,7 @@ class LayoutBase:
         Queries in no block see nothing, and no query is in two. Inactive queries between active ones may be covered.
         The table stays on the host; in a layout of batch 1 it lists the one batch row that stands for all.
         """
-        return self._lowered.blocks
+        return self._known.blocks
 
     def to_dense(self, device: Device | None = None) -> Tensor:
         """The whole mask, ``Bool[B|1, H|1, Q, K]``; rows of inactive queries are False.
@@ -142,32 +140,31 @@ class LayoutBase:
 
         Linear in ``q_len`` where :meth:`to_blocks` is not ``None``.
         """
-        ranges = self.key_ranges()
-        if ranges is None:
+        intervals = self.key_intervals()
+        if intervals is None:
             return torch.cat([~rows.any(-1) for rows in self._row_blocks(device)], 2)
-        start, stop = ranges
-        return (stop <= start)[:, None].to(self._target(device) or "cpu")
+        return (intervals[..., 1] <= intervals[..., 0])[:, None].to(self._target(device) or "cpu")
 
     def unseen_keys(self, device: Device | None = None) -> Tensor:
         """Which keys no active query (of that head) may see: ``Bool[B|1, H|1, K]``.
 
         Linear in ``q_len + kv_len`` where :meth:`to_blocks` is not ``None``.
         """
-        ranges = self.key_ranges()
-        if ranges is None:
+        intervals = self.key_intervals()
+        if intervals is None:
             return ~functools.reduce(operator.or_, (rows.any(2) for rows in self._row_blocks(device)))
-        return ~covered_keys(*ranges, self.kv_len)[:, None].to(self._target(device) or "cpu")
+        return ~covered_keys(intervals, self.kv_len)[:, None].to(self._target(device) or "cpu")
 
-    def key_ranges(self) -> tuple[Tensor, Tensor] | None:
-        """The run of keys that each query sees, from ``start`` to before ``stop``: two int64 CPU tensors ``[B, Q]``.
+    def key_intervals(self) -> Tensor | None:
+        """The run of keys that each query sees, from start to before stop: ``Int[B|1, Q, 2]``, int64 on the CPU.
 
         Empty (``stop <= start``) for a query that sees nothing; ``None`` where :meth:`to_blocks` is, and while tracing.
         """
-        if self._lowered.blocks is None or self._host is None or torch.compiler.is_compiling():
+        known = self._known
+        if known.blocks is None or known.mask is None or torch.compiler.is_compiling():
             return None
-        start, stop = key_ranges(self._lowered.blocks, self.batch, self.q_len, self._host.mask.window)
-        active = self._host.active
-        return (start, stop) if active is None else (start, torch.where(active, stop, start))
+        intervals = key_intervals(known.blocks, self.batch, self.q_len, known.mask.window)
+        return intervals if known.active is None else torch.where(known.active[..., None], intervals, 0)
 
     def _target(self, device: Device | None) -> torch.device | None:
         return self.device if device is None else as_device(device)
@@ -190,46 +187,12 @@ class LayoutBase:
         if self.device in (None, target) and all(value.device == target for value in tensors.values()):
             return self
         tensors = {name: value.to(target) for name, value in tensors.items()}
-        return self._with(visibility=moved(self.visibility, target), **tensors, _known=self._facts())
+        return self._with(visibility=moved(self.visibility, target), **tensors, known=self._known)
 
-    def _facts(self) -> Known:
-        """What an operation may hand on."""
-        return Known(self._host, self._lowered)
-
-    def _with(self, *, _known: Known, **changes: Any) -> Self:
+    def _with(self, *, known: Known, **changes: Any) -> Self:
         """This layout with some fields replaced; the host is told what is known and reads nothing."""
         names = [field.name for field in dataclasses.fields(self) if field.init]
-        return type(self)(**{**{name: getattr(self, name) for name in names}, **changes}, _known=_known)
-
-    def describe(self) -> str:
-        """One line: the rules, the sizes and what is inactive."""
-        return picture.describe(self)
-
-    def draw(self, *, batch: int = 0, head: int = 0, size: int = 64) -> str:
-        """A picture in characters, one line for each query: ``#`` seen, ``-`` not seen, ``+`` seen in part.
-
-        Args:
-            batch: which batch row.
-            head: which head.
-            size: the largest number of lines and columns; larger masks are drawn in cells of several.
-        """
-        return picture.draw(self, batch, head, size)
-
-    def plot(self, *, batch: int = 0, head: int = 0, size: int = 512) -> Figure:
-        """A picture as a matplotlib figure, queries down and keys across; needs ``polyattn[viz]``.
-
-        Args:
-            batch: which batch row.
-            head: which head.
-            size: the largest number of cells in each direction.
-
-        Raises:
-            PolyattnError: matplotlib is not installed.
-        """
-        return picture.plot(self, batch, head, size)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.describe()}>"
+        return type(self)(**{**{name: getattr(self, name) for name in names}, **changes}, _handed=known)
 
     def __copy__(self) -> Self:
         return self

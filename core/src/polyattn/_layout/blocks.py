@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +22,12 @@ from polyattn._layout.structured import StructuredMask
 MAX_RUNS = 8
 #: Sums of distances and a larger window may leave int64, and distances beyond twice this count as that far.
 MAX_WINDOW = 2**61
+#: Beyond every distance of two positions.
+_FAR = 2**65
 #: The fields that blocks can express.
-_LOWERED = frozenset((
-    *("causal", "window", "chunk_size", "prefix_lengths", "kv_valid"),
-    *("q_positions", "kv_positions", "q_segments", "kv_segments"),
-))  # fmt: skip
+_LOWERED = {"causal", "window", "chunk_size", "prefix_lengths", "kv_valid"} | {
+    *("q_positions", "kv_positions", "q_segments", "kv_segments")
+}
 
 
 class Block(NamedTuple):
@@ -43,49 +43,33 @@ class Block(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Indices ``start .. stop - 1`` of one segment at consecutive positions, the first one at ``position``."""
+    """Indices from ``start`` on of one segment, at the consecutive positions ``position .. end - 1``."""
 
     start: int
-    stop: int
     position: int
-    segment: int
-
-    @property
-    def end(self) -> int:
-        """The position after the last one."""
-        return self.position + self.stop - self.start
-
-    def between(self, low: int | None, high: int | None) -> Run:
-        """The part at positions ``low .. high - 1``; may be empty."""
-        if low is None and high is None:
-            return self
-        position = self.position if low is None else min(max(self.position, low), self.end)
-        end = self.end if high is None else max(min(self.end, high), position)
-        start = self.start + position - self.position
-        return Run(start, start + end - position, position, self.segment)
+    end: int
+    segment: int = 0
 
 
 def find_blocks(mask: StructuredMask, q_len: int, kv_len: int, rows: int, active: Tensor | None) -> list[Block] | None:
-    """The blocks of a mask whose tensors are on the host, or ``None`` where it has no such form.
+    """The blocks of the first ``rows`` batch rows of a mask on the host; ``None`` where it has no such form.
 
-    Args:
-        mask: the structure.
-        q_len: number of queries Q.
-        kv_len: number of keys K.
-        rows: number of batch rows to list.
-        active: ``Bool[B|1, Q]``; queries before the first and after the last active one are left out.
+    Queries before the first and after the last ``active`` one (``Bool[B|1, Q]``) are left out.
     """
     if not mask.given() <= _LOWERED or (mask.window is not None and mask.window > MAX_WINDOW):
         return None
     if 0 in (q_len, kv_len, rows):
         return []
     q_positions, kv_positions = (mask.q_positions, mask.kv_positions) if mask.positional else (None, None)
-    queries = _runs(rows, q_len, kv_len - q_len, q_positions, mask.q_segments, _span(active))
-    keys = _runs(rows, kv_len, 0, kv_positions, mask.kv_segments, _keys_asked_for(mask))
+    wanted = _span(active), _keys_asked_for(mask)
+    queries = _runs(rows, q_len, kv_len - q_len, q_positions, mask.q_segments, wanted[0])
+    same = q_len == kv_len and q_positions is kv_positions and mask.q_segments is mask.kv_segments
+    alike = same and wanted == (None, None)
+    keys = queries if alike else _runs(rows, kv_len, 0, kv_positions, mask.kv_segments, wanted[1])
     prefixes: list[Any] = [None] if mask.prefix_lengths is None else mask.prefix_lengths.tolist()
     blocks: list[Block] = []
     for b, (q_runs, k_runs) in enumerate(zip(queries, keys, strict=True)):
-        if _scattered(q_runs) or _scattered(k_runs):
+        if _scattered(q_runs) or (k_runs is not q_runs and _scattered(k_runs)):
             return None
         found = _row_blocks(mask, b, q_runs, k_runs, prefixes[b % len(prefixes)])
         if found is None:
@@ -94,12 +78,25 @@ def find_blocks(mask: StructuredMask, q_len: int, kv_len: int, rows: int, active
     return blocks
 
 
+def narrow(blocks: list[Block], window: int) -> list[Block]:
+    """The blocks of a mask under a window of at most ``MAX_WINDOW``; those that then show nothing are left out."""
+    narrowed = (
+        _block(
+            block.batch,
+            Run(block.q_start, block.shift, block.shift + block.q_stop - block.q_start),
+            Run(block.k_start, 0, block.k_stop - block.k_start),
+            bool(block.causal),
+            window,
+        )
+        for block in blocks
+    )
+    return [block for block in narrowed if block is not None]
+
+
 def to_table(blocks: list[Block], repeats: int) -> Tensor:
     """The blocks as a table, behind an empty block; a mask that shows nothing is two empty blocks.
 
-    Args:
-        blocks: of all batch rows, or of the one that is repeated.
-        repeats: how many batch rows each block stands for.
+    With ``repeats`` above 1 the blocks are those of one batch row, which stands for so many.
     """
     empty = Block(0, 0, 0, 0, 0, 0, 0)
     table = torch.tensor([empty, *(blocks or [empty])], dtype=torch.int64, device="cpu")
@@ -132,36 +129,33 @@ def _row_blocks(
     keys_of: dict[int, list[Run]] = defaultdict(list)
     for run in keys:
         keys_of[run.segment].append(run)
-    blocks = []
+    blocks: list[Block] = []
     for run in queries:
         prefix = prefixes[run.segment] if isinstance(prefixes, list) else prefixes
         for piece, low, high, causal in _pieces(mask, run, prefix):
-            candidates = (_block(b, piece, k.between(low, high), causal, mask.window) for k in keys_of[run.segment])
-            found = [block for block in candidates if block is not None]
-            if len(found) > 1:
+            before = len(blocks)
+            for k in keys_of[run.segment]:
+                block = _block(b, piece, k, causal, mask.window, low, high)
+                if block is not None:
+                    blocks.append(block)
+            if len(blocks) > before + 1:
                 return None
-            blocks += found
     return blocks
 
 
 def _runs(
     rows: int, length: int, offset: int, positions: Tensor | None, segments: Tensor | None, wanted: Tensor | None
 ) -> list[list[Run]]:
-    """The runs of each batch row, in order; what is not wanted is in none.
+    """The runs of each of the batch rows, in order; what is not wanted is in none.
 
-    Args:
-        rows: number of batch rows.
-        length: Q or K.
-        offset: position of index 0 where ``positions`` are not given.
-        positions: ``Int[B|1, length]``.
-        segments: ``Int[B|1, length]``.
-        wanted: ``Bool[B|1, length]``.
+    Tensors are ``[B|1, length]``; ``offset`` is the position of index 0 where ``positions`` are not given.
     """
     given = [value for value in (positions, segments, wanted) if value is not None]
     if not given:
-        return [[Run(0, length, offset, 0)]] * rows
+        return [[Run(0, offset, offset + length)]] * rows
     distinct = max(len(value) for value in given)
-    cut = torch.zeros(distinct, length - 1, dtype=torch.bool, device="cpu")
+    starts = torch.zeros(distinct, length, dtype=torch.bool, device="cpu")
+    cut = starts[:, 1:]
     for value in (segments, wanted):
         if value is not None:
             cut |= value.diff(dim=1) != 0
@@ -170,8 +164,9 @@ def _runs(
         cut |= (after != before + 1) | (after < before)  # the largest number plus 1 wraps to the least
     if wanted is not None:
         cut &= wanted[:, :-1] | wanted[:, 1:]
-    row, start = torch.nn.functional.pad(cut, (1, 0), value=True).nonzero().unbind(1)
-    stop = torch.nn.functional.pad(start[1:], (0, 1))  # where the next run starts: at 0, if it is of the next row
+    starts[:, 0] = True
+    row, start = starts.nonzero().unbind(1)
+    stop = start.roll(-1)  # where the next run starts: at 0, if it is of another row
     stop = torch.where(stop == 0, length, stop)
     if wanted is not None:
         real = wanted.expand(distinct, -1)[row, start]
@@ -179,57 +174,65 @@ def _runs(
     position = start + offset if positions is None else positions.expand(distinct, -1)[row, start]
     segment = torch.zeros_like(start) if segments is None else segments.expand(distinct, -1)[row, start]
     found: list[list[Run]] = [[] for _ in range(distinct)]
-    for at, *run in torch.stack([row, start, stop, position, segment], 1).tolist():
-        found[at].append(Run(*run))
+    for at, first, last, place, of in torch.stack([row, start, stop, position, segment], 1).tolist():
+        found[at].append(Run(first, place, place + last - first, of))
     return found if distinct == rows else found * rows
 
 
 def _scattered(runs: list[Run]) -> bool:
-    return len(runs) > MAX_RUNS and max(Counter(run.segment for run in runs).values()) > MAX_RUNS
+    return len(runs) > MAX_RUNS and max(Counter([run.segment for run in runs]).values()) > MAX_RUNS
 
 
-def _pieces(mask: StructuredMask, run: Run, prefix: int | None) -> Iterator[tuple[Run, int | None, int | None, bool]]:
-    """Cut a run of queries where the rule changes: at its prefix and between chunks.
+def _pieces(mask: StructuredMask, run: Run, prefix: int | None) -> list[tuple[Run, int, int, bool]]:
+    """A run of queries cut where the rule changes: at its prefix and between chunks.
 
-    Yields each piece, the half-open range of key positions that prefix and chunk leave to it, and whether the
+    Each piece comes with the half-open range of key positions that prefix and chunk leave to it, and with whether the
     causal rule still acts in it.
     """
     size = mask.chunk_size
     if size is None and prefix is None:
-        yield run, None, None, mask.causal
-        return
+        return [(run, -_FAR, _FAR, mask.causal)]
     cuts = {run.position, run.end}
     if prefix is not None and run.position < prefix < run.end:
         cuts.add(prefix)
     if size is not None:
         cuts.update(range((run.position // size + 1) * size, run.end, size))
+    pieces = []
     for position, end in itertools.pairwise(sorted(cuts)):
         below = prefix is not None and position < prefix
-        high = prefix if below else None
-        low = None
+        low, high = -_FAR, prefix if prefix is not None and below else _FAR
         if size is not None:
             low = position // size * size
-            high = low + size if high is None else min(low + size, high)
-        yield run.between(position, end), low, high, mask.causal and not below
+            high = min(low + size, high)
+        piece = Run(run.start + position - run.position, position, end)
+        pieces.append((piece, low, high, mask.causal and not below))
+    return pieces
 
 
-def _block(b: int, q: Run, k: Run, causal: bool, window: int | None) -> Block | None:
-    """The block of a piece of queries and a run of keys, without the ends of both that see or show nothing."""
-    ahead = 0 if causal else None if window is None else window - 1
-    behind = None if window is None else window - 1
-    if k.start == k.stop:
+def _block(
+    b: int, q: Run, k: Run, causal: bool, window: int | None, low: int = -_FAR, high: int = _FAR
+) -> Block | None:
+    """The block of queries and of keys at positions ``low .. high - 1``, without ends that see or show nothing."""
+    behind = _FAR if window is None else window - 1
+    ahead = 0 if causal else behind
+    first, last = max(k.position, low), min(k.end, high)
+    begin, end = max(q.position, first - ahead), min(q.end, last + behind)
+    if first >= last or begin >= end:
         return None
-    q = q.between(None if ahead is None else k.position - ahead, None if behind is None else k.end + behind)
-    k = k.between(None if behind is None else q.position - behind, None if ahead is None else q.end + ahead)
-    if q.start == q.stop:
-        return None
-    acts = causal and k.end - 1 > q.position
-    shift = min(max(q.position - k.position, -2 * MAX_WINDOW), 2 * MAX_WINDOW)
-    return Block(b, q.start, q.stop, k.start, k.stop, shift, int(acts))
+    first, last = max(first, begin - behind), min(last, end + ahead)
+    return Block(
+        b,
+        q.start + begin - q.position,
+        q.start + end - q.position,
+        k.start + first - k.position,
+        k.start + last - k.position,
+        min(max(begin - first, -2 * MAX_WINDOW), 2 * MAX_WINDOW),
+        int(causal and last - 1 > begin),
+    )
 
 
-def key_ranges(table: Tensor, batch: int, q_len: int, window: int | None) -> tuple[Tensor, Tensor]:
-    """The half-open run of keys that each query sees: starts and stops, int64 CPU tensors ``[batch, Q]``."""
+def key_intervals(table: Tensor, batch: int, q_len: int, window: int | None) -> Tensor:
+    """The half-open run of keys that each query sees, start and stop: an int64 CPU tensor ``[batch, Q, 2]``."""
     b, q_start, q_stop, k_start, k_stop, shift, causal = table.unbind(1)
     sizes = q_stop - q_start
     block = torch.repeat_interleave(sizes)
@@ -240,14 +243,14 @@ def key_ranges(table: Tensor, batch: int, q_len: int, window: int | None) -> tup
     if window is not None:  # sums are kept within int64: see MAX_WINDOW
         low = (distance.clamp(min=0) - (window - 1)).clamp(min=0)
         high = torch.minimum(high, torch.minimum(distance, keys - window) + window)
-    start, stop = torch.zeros(2, batch, q_len, dtype=torch.int64, device="cpu").unbind()
-    at = b[block], q_start[block] + i
-    start[at], stop[at] = k_start[block] + low, k_start[block] + high
-    return start, stop
+    intervals = torch.zeros(batch, q_len, 2, dtype=torch.int64, device="cpu")
+    intervals[b[block], q_start[block] + i] = k_start[block, None] + torch.stack((low, high), 1)
+    return intervals
 
 
-def covered_keys(start: Tensor, stop: Tensor, kv_len: int) -> Tensor:
-    """Which keys lie in any of a batch row's ranges: Bool ``[batch, K]``, in time linear in queries and keys."""
+def covered_keys(intervals: Tensor, kv_len: int) -> Tensor:
+    """Which keys lie in any of a batch row's intervals: Bool ``[batch, K]``, in time linear in queries and keys."""
+    start, stop = intervals.unbind(2)
     live = (stop > start).to(torch.int32)
     change = torch.zeros(start.shape[0], kv_len + 1, dtype=torch.int32, device="cpu")
     change.scatter_add_(1, start, live).scatter_add_(1, stop, -live)

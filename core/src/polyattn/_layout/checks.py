@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from polyattn.messages import shown
 
 #: What a selection is made with: a slice with ints for start, stop and a positive step, or an integer tensor ``[N]``.
 Index = slice | Tensor
+#: A tensor and its values on the host: itself on the CPU, ``None`` where they were not read.
+Read = tuple[Tensor, Tensor | None]
 INTEGERS = (torch.int32, torch.int64)
 #: Of lengths, offsets and sizes: what fits an int64 with room for sums, and for the bytes of a tensor.
 LARGEST = 2**56
@@ -124,21 +126,14 @@ def on_host(value: Tensor, *, sync: bool) -> Tensor | None:
     return value.cpu() if sync else None
 
 
-class Copied(NamedTuple):
-    """A tensor and its values on the host: itself on the CPU, ``None`` where they were not read."""
-
-    tensor: Tensor
-    values: Tensor | None
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Copied:
-        """``function`` of both, called once where they are one."""
-        result = function(self.tensor)
-        if self.values is None or self.values is self.tensor:
-            return Copied(result, None if self.values is None else result)
-        return Copied(result, function(self.values))
+def both(function: Callable[[Tensor], Tensor], read: Read) -> Read:
+    """``function`` of a tensor and of its values on the host, called once where they are one."""
+    tensor, values = read
+    result = function(tensor)
+    return result, result if values is tensor else None if values is None else function(values)
 
 
-def read(name: str, value: Tensor, *, validate: bool) -> Copied:
+def read(name: str, value: Tensor, *, validate: bool) -> Read:
     """A tensor whose values need a check, with its values on the host, which must be readable with ``validate``.
 
     Raises:
@@ -150,7 +145,7 @@ def read(name: str, value: Tensor, *, validate: bool) -> Copied:
             f"{name} cannot be checked because its values cannot be read here (tracing, meta or a tensor subclass); "
             "check it outside, and pass validate=False"
         )
-    return Copied(value, values)
+    return value, values
 
 
 def ints(name: str, values: object) -> list[int]:
@@ -171,12 +166,6 @@ def ints(name: str, values: object) -> list[int]:
     return numbers
 
 
-def check_mod(value: object) -> None:
-    """Refuse what cannot be called."""
-    if not callable(value):
-        raise LayoutError(f"mask_mod must be a function (b, h, q_idx, kv_idx) -> Bool, got {type(value).__name__}")
-
-
 def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool) -> tuple[Index, Index | None, int]:
     """A selection of ``size`` elements in normal form, its values on the host if known, and how many it selects.
 
@@ -194,7 +183,7 @@ def as_index(index: slice | Sequence[int] | Tensor, size: int, *, validate: bool
         index = list(chosen)
     if isinstance(index, Tensor):
         check_ints("index", index, "[N]", (1,))
-        values = read("index", index, validate=validate).values
+        values = read("index", index, validate=validate)[1]
         ends = [] if values is None or values.numel() == 0 else [int(values.min()), int(values.max())]
     else:
         ends = ints("index", index)

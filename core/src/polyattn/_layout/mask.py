@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout import operations, segments
-from polyattn._layout.base import LayoutBase
-from polyattn._layout.blocks import MAX_WINDOW
-from polyattn._layout.checks import Copied, as_index, check_bool, check_int, check_mod, check_window
-from polyattn._layout.lowering import Known, Lowered, read_host
-from polyattn._layout.structured import COMBINED, MaskMod, StructuredMask
-from polyattn._layout.visibility import pinned, selected
+from polyattn._layout import segments
+from polyattn._layout.checks import Read, check_bool, check_int
+from polyattn._layout.known import read_host
+from polyattn._layout.operations import Combinable
+from polyattn._layout.structured import MaskMod, StructuredMask
 from polyattn.messages import shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MaskLayout(LayoutBase):
+class MaskLayout(Combinable):
     """Which of ``q_len`` queries may attend to which of ``kv_len`` keys.
 
     A value: nothing changes after construction, and tensors are kept, not copied, so do not change them either.
@@ -52,7 +49,7 @@ class MaskLayout(LayoutBase):
     @classmethod
     def full(cls, q_len: int, kv_len: int | None = None, *, active_queries: Tensor | None = None) -> MaskLayout:
         """Every query sees every key. ``kv_len`` defaults to ``q_len``."""
-        return cls(q_len, _or(kv_len, q_len), visibility=StructuredMask(), active_queries=active_queries)
+        return cls(q_len, q_len if kv_len is None else kv_len, active_queries=active_queries)
 
     @classmethod
     def causal(
@@ -72,7 +69,8 @@ class MaskLayout(LayoutBase):
             active_queries: ``Bool[B|1, Q]``.
         """
         mask = StructuredMask(causal=True, window=window)
-        return cls(q_len, _or(kv_len, q_len), visibility=mask, active_queries=active_queries)
+        keys = q_len if kv_len is None else kv_len
+        return cls(q_len, keys, visibility=mask, active_queries=active_queries)
 
     @classmethod
     def padded(
@@ -115,16 +113,18 @@ class MaskLayout(LayoutBase):
             raise LayoutError(
                 f"side must go with lengths, got side={shown(side)} with kv_valid, which shows the padding"
             )
-        copies: list[Copied] = []
+        copies: list[Read] = []
         if lengths is not None:
             copies = [segments.valid_keys(lengths, kv_len, side, validate=validate)]
-            kv_valid = copies[0].tensor
+            kv_valid = copies[0][0]
         mask = StructuredMask(causal=causal, window=window, kv_valid=kv_valid)
         assert mask.kv_valid is not None
         found = mask.kv_valid.shape[1]
         if kv_len is not None and kv_len != found:
             raise LayoutError(f"kv_valid must be [B, kv_len], got {found} keys and kv_len={kv_len}")
-        return cls._structured(_or(q_len, found), found, mask, active_queries, copies, validate)
+        known = read_host(mask, active_queries, copies, sync=validate)
+        queries = found if q_len is None else q_len
+        return cls(queries, found, visibility=mask, active_queries=active_queries, validate=validate, _handed=known)
 
     @classmethod
     def packed(
@@ -158,7 +158,7 @@ class MaskLayout(LayoutBase):
             active_queries: ``Bool[B|1, K]``.
             validate: see :class:`MaskLayout`.
         """
-        ways: dict[str, tuple[segments.Ints | None, Callable[..., Copied]]] = {
+        ways: dict[str, tuple[segments.Ints | None, Callable[..., Read]]] = {
             "lengths": (lengths, segments.from_lengths),
             "cu_seqlens": (cu_seqlens, segments.from_cu_seqlens),
             "document_ids": (document_ids, segments.from_document_ids),
@@ -172,11 +172,10 @@ class MaskLayout(LayoutBase):
         if kv_len is not None:
             check_int("kv_len", kv_len)
         value, read = ways[given[0]]
-        copied = read(value, kv_len, validate=validate)
-        ids, counted = copied.tensor, None
+        documents, counted = read(value, kv_len, validate=validate), None
         if document_ids is not None:
-            counted = segments.places(copied, unread=causal is not False or window is not None)
-        places = None if counted is None else counted.tensor
+            counted = segments.places(documents, unread=causal is not False or window is not None)
+        ids, places = documents[0], None if counted is None else counted[0]
         mask = StructuredMask(
             causal=causal,
             window=window,
@@ -185,8 +184,9 @@ class MaskLayout(LayoutBase):
             q_positions=places,
             kv_positions=places,
         )
-        copies = [copied] if counted is None else [copied, counted]
-        return cls._structured(ids.shape[1], ids.shape[1], mask, active_queries, copies, validate)
+        copies = [documents] if counted is None else [documents, counted]
+        known, length = read_host(mask, active_queries, copies, sync=validate), ids.shape[1]
+        return cls(length, length, visibility=mask, active_queries=active_queries, validate=validate, _handed=known)
 
     @classmethod
     def prefix_lm(
@@ -208,12 +208,13 @@ class MaskLayout(LayoutBase):
             validate: see :class:`MaskLayout`.
         """
         check_int("q_len", q_len)
-        keys = _or(kv_len, q_len)
+        keys = q_len if kv_len is None else kv_len
         check_int("kv_len", keys)
         rows = [prefix_lengths] if isinstance(prefix_lengths, int) else prefix_lengths
         prefixes = segments.lengths_within("prefix_lengths", rows, keys, validate=validate)
-        mask = StructuredMask(causal=True, prefix_lengths=prefixes.tensor)
-        return cls._structured(q_len, keys, mask, active_queries, [prefixes], validate)
+        mask = StructuredMask(causal=True, prefix_lengths=prefixes[0])
+        known = read_host(mask, active_queries, [prefixes], sync=validate)
+        return cls(q_len, keys, visibility=mask, active_queries=active_queries, validate=validate, _handed=known)
 
     @classmethod
     def chunked(
@@ -227,7 +228,8 @@ class MaskLayout(LayoutBase):
     ) -> MaskLayout:
         """A query sees the keys of its own chunk of ``chunk_size`` positions, up to its own position if ``causal``."""
         mask = StructuredMask(causal=causal, chunk_size=chunk_size)
-        return cls(q_len, _or(kv_len, q_len), visibility=mask, active_queries=active_queries)
+        keys = q_len if kv_len is None else kv_len
+        return cls(q_len, keys, visibility=mask, active_queries=active_queries)
 
     @classmethod
     def dense(
@@ -284,116 +286,12 @@ class MaskLayout(LayoutBase):
         captures must be on the device of the attention. With ``batch=1`` or ``heads=1`` it is called with index 0 and
         the result serves every batch row or head. ``q_positions`` and ``kv_positions`` are those of :meth:`dense`.
         """
-        check_mod(mask_mod)
+        if not callable(mask_mod):
+            got = type(mask_mod).__name__
+            raise LayoutError(f"mask_mod must be a function (b, h, q_idx, kv_idx) -> Bool, got {got}")
         tensors = (active_queries, q_positions, kv_positions)
         rows = [x.shape[0] for x in tensors if isinstance(x, Tensor) and x.dim() == 2]
         wide = cls(q_len, kv_len, batch, heads, visibility=mask_mod).expand(max(rows) if rows and batch == 1 else batch)
         return dataclasses.replace(
             wide, active_queries=active_queries, q_positions=q_positions, kv_positions=kv_positions
         )
-
-    @classmethod
-    def _structured(
-        cls,
-        q_len: int,
-        kv_len: int,
-        mask: StructuredMask,
-        active: Tensor | None,
-        copies: Sequence[Copied],
-        validate: bool,
-    ) -> MaskLayout:
-        """A layout of which the ``copies`` have been read, so that a device is read once."""
-        host = read_host(mask, active, copies, sync=validate)
-        return cls(q_len, kv_len, visibility=mask, active_queries=active, validate=validate, _known=Known(host))
-
-    def expand(self, batch: int) -> MaskLayout:
-        """The layout for ``batch`` batch rows: this one if it has as many, or what a layout of batch 1 broadcasts to.
-
-        Raises:
-            LayoutError: the layout has another batch than 1 and ``batch``, or that is no number of rows.
-        """
-        check_int("batch", batch)
-        if batch == self.batch:
-            return self
-        if self.batch != 1:
-            raise LayoutError(
-                f"batch must be {self.batch}, the rows that the layout describes, got {shown(batch)}; only a layout of "
-                "batch 1 serves any number of rows"
-            )
-        visibility = pinned(self.visibility, 1, self.heads)
-        return self._with(batch=batch, visibility=visibility, _known=self._facts()._replace(lowered=None))
-
-    def with_window(
-        self, window: int | None, *, q_positions: Tensor | None = None, kv_positions: Tensor | None = None
-    ) -> MaskLayout:
-        """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged.
-
-        Args:
-            window: how many positions a query sees in each direction, its own included.
-            q_positions: ``Int[B|1, Q]``, by which distances are measured where the layout does not say itself where its
-                queries stand: a dense mask or ``mask_mod`` without positions, or a structure that compares none (full,
-                padding or documents both ways). By default the queries are the last positions.
-            kv_positions: ``Int[B|1, K]``, likewise.
-        """
-        check_window(window)
-        if window is None:
-            return self
-        mask = self.visibility
-        if q_positions is not None and not operations.is_placed(self):
-            band = StructuredMask(window=window, q_positions=q_positions, kv_positions=kv_positions)
-            return self & MaskLayout(self.q_len, self.kv_len, visibility=band)
-        if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
-            if mask.window is not None and mask.window <= window:
-                return self
-            host = None if self._host is None else self._host._replace(mask=self._host.mask.replace(window=window))
-            lowered = None
-            if torch.compiler.is_compiling() and (mask.positional or mask.q_positions is None):
-                # Nothing is read: the blocks, found by the same positions, stay as they are, without trimmed ends.
-                lowered = Lowered(self._lowered.blocks if window <= MAX_WINDOW else None)
-            return self._with(visibility=mask.replace(window=window), _known=Known(host, lowered))
-        q, k = operations.places(self) or (None, None)
-        band = StructuredMask(window=window, q_positions=q, kv_positions=k)
-        return self & MaskLayout(self.q_len, self.kv_len, visibility=band, validate=False)
-
-    def __and__(self, other: MaskLayout) -> MaskLayout:
-        """What both layouts let be seen; batches and heads broadcast, and a query is active if it is in both.
-
-        Two structures stay one where the form allows it; otherwise the result is dense if one of them is, else a
-        ``mask_mod``.
-
-        Raises:
-            LayoutError: lengths, batches, heads or devices differ.
-        """
-        if not isinstance(other, MaskLayout):
-            return NotImplemented
-        fields, known = operations.intersection(self, self._facts(), other, other._facts())
-        return self._with(**fields, _known=known)
-
-    def select_queries(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
-        """The layout of some of the queries, which keep their positions and documents.
-
-        Args:
-            index: a slice, ints, or an integer tensor ``[N]``, in any order; each in ``0 .. q_len - 1``.
-            validate: see :class:`MaskLayout`; here for an index that lies on a device.
-        """
-        fields, known = operations.selection(self, self._facts(), "queries", index, validate=validate)
-        return self._with(**fields, _known=known)
-
-    def select_keys(self, index: slice | Sequence[int] | Tensor, *, validate: bool = True) -> MaskLayout:
-        """The layout of some of the keys, which keep their positions and documents; see :meth:`select_queries`."""
-        fields, known = operations.selection(self, self._facts(), "keys", index, validate=validate)
-        return self._with(**fields, _known=known)
-
-    def select_heads(self, index: slice) -> MaskLayout:
-        """The layout of some of the heads. One that is the same for all heads (``heads == 1``) stays as it is."""
-        if not isinstance(index, slice):
-            raise LayoutError(f"index must be a slice of heads, got {shown(index)}")
-        if self.heads == 1 or isinstance(self.visibility, StructuredMask):
-            return self
-        part, _, count = as_index(index, self.heads, validate=True)
-        visibility = selected(self.visibility, "heads", part)
-        return self._with(heads=count, visibility=visibility, _known=Known())
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value

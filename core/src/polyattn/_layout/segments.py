@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.checks import Copied, check_int, check_ints, ints, read
+from polyattn._layout.checks import Read, both, check_int, check_ints, ints, read
+from polyattn.documents import ranks, together
 from polyattn.messages import shown
 
 Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
-def from_lengths(lengths: Ints, kv_len: int | None, *, validate: bool) -> Copied:
+def from_lengths(lengths: Ints, kv_len: int | None, *, validate: bool) -> Read:
     """Segments ``Int[B, K]`` from the lengths of the documents of each row."""
     table, rows = read_rows("lengths", lengths, fill=lambda _: 0, validate=validate)
     rows = _numbers(table, rows)
@@ -24,13 +25,13 @@ def from_lengths(lengths: Ints, kv_len: int | None, *, validate: bool) -> Copied
         _check_least("lengths", rows)
         # Sums of ints, which overflow nowhere.
         kv_len = _common_total("lengths", "add up to", [sum(row) for row in rows], kv_len)
-    return _segments("lengths", table.map(lambda lengths: lengths.cumsum(1)), kv_len)
+    return _segments("lengths", both(lambda lengths: lengths.cumsum(1), table), kv_len)
 
 
-def from_cu_seqlens(cu_seqlens: Ints, kv_len: int | None, *, validate: bool) -> Copied:
+def from_cu_seqlens(cu_seqlens: Ints, kv_len: int | None, *, validate: bool) -> Read:
     """Segments ``Int[B, K]`` from the offsets ``0, l1, l1 + l2, ...`` of each row."""
     table, rows = read_rows("cu_seqlens", cu_seqlens, fill=lambda row: row[-1] if row else 0, validate=validate)
-    if table.tensor.shape[1] == 0:
+    if table[0].shape[1] == 0:
         raise LayoutError("cu_seqlens must hold at least the offset 0, got no offsets")
     rows = _numbers(table, rows)
     if rows is not None:
@@ -39,20 +40,21 @@ def from_cu_seqlens(cu_seqlens: Ints, kv_len: int | None, *, validate: bool) -> 
         if any(after < before for row in rows for before, after in itertools.pairwise(row)):
             raise LayoutError(f"cu_seqlens must never decrease, got {rows}; lengths go into lengths=")
         kv_len = _common_total("cu_seqlens", "end at", [row[-1] for row in rows], kv_len)
-    return _segments("cu_seqlens", table.map(lambda offsets: offsets[:, 1:]), kv_len)
+    return _segments("cu_seqlens", both(lambda offsets: offsets[:, 1:], table), kv_len)
 
 
-def from_document_ids(document_ids: Ints, kv_len: int | None, *, validate: bool) -> Copied:
+def from_document_ids(document_ids: Ints, kv_len: int | None, *, validate: bool) -> Read:
     """Segments ``Int[B, K]`` from the document of each token."""
     table, rows = read_rows("document_ids", document_ids, validate=validate)
-    if rows is None and table.values is not None and table.values.numel():
-        rows = [[int(table.values.min())]]
+    values = table[1]
+    if rows is None and values is not None and values.numel():
+        rows = [[int(values.min())]]
     hint = "; give padding an id of its own and say with active_queries= that its queries do not count"
     _check_least("document_ids", rows or (), hint)
     return _of_length("document_ids", table, kv_len)
 
 
-def from_position_ids(position_ids: Ints, kv_len: int | None, *, validate: bool) -> Copied:
+def from_position_ids(position_ids: Ints, kv_len: int | None, *, validate: bool) -> Read:
     """Segments ``Int[B, K]`` from positions that restart at 0 with each document and step by 1."""
     if isinstance(position_ids, Tensor) and position_ids.dim() == 3:
         raise LayoutError(
@@ -60,61 +62,38 @@ def from_position_ids(position_ids: Ints, kv_len: int | None, *, validate: bool)
             "pass the text axis alone (position_ids[0], say), or pass lengths= or document_ids="
         )
     table, rows = read_rows("position_ids", position_ids, validate=validate)
-    values = table.values
+    values = table[1]
     if rows is None and values is not None:
         fine = (values == 0) | (values == torch.nn.functional.pad(values[:, :-1], (1, 0), value=-1) + 1)
         rows = [] if bool(fine.all()) else values.tolist()
     _check_steps(rows or ())
-    return _of_length("position_ids", table.map(lambda ids: (ids == 0).cumsum(1, dtype=torch.int32)), kv_len)
+    return _of_length("position_ids", both(lambda ids: (ids == 0).cumsum(1, dtype=torch.int32), table), kv_len)
 
 
-def places(documents: Copied, *, unread: bool) -> Copied | None:
+def places(documents: Read, *, unread: bool) -> Read | None:
     """The place of each token in its document, where the distances of the row are others.
 
-    Args:
-        documents: ``Int[B, K]``.
-        unread: whether places are wanted of documents whose values are not known on the host.
+    ``unread``: whether places are wanted of documents whose values are not known on the host.
     """
-    if documents.values is None:
-        return documents.map(ranks) if unread else None
-    return None if bool(together(documents.values)) else documents.map(ranks)
+    values = documents[1]
+    wanted = unread if values is None else not bool(together(values))
+    return both(ranks, documents) if wanted else None
 
 
-def ranks(documents: Tensor) -> Tensor:
-    """How many earlier tokens of its row each token shares its document with, ``Int[B, K]``."""
-    order = documents.argsort(dim=1, stable=True)
-    ordered = documents.gather(1, order)
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(order)
-    starts = (index == 0) | (ordered != ordered.roll(1, 1))  # every size is that of the row, which may be symbolic
-    rank = index - torch.where(starts, index, 0).cummax(1).values
-    return torch.empty_like(rank).scatter_(1, order, rank)
-
-
-def together(documents: Tensor, live: Tensor | None = None) -> Tensor:
-    """Whether the tokens of each document lie together, ``Bool[]``, so that they have the distances of the row.
-
-    Args:
-        documents: ``Int[B, K]``.
-        live: ``Bool[B, K]``, the tokens that count; ``None``: all.
-    """
-    resumed = (documents != documents.roll(1, 1)) & (ranks(documents) != 0)
-    return ~(resumed if live is None else resumed & live).any()
-
-
-def lengths_within(name: str, lengths: Sequence[int] | Tensor, kv_len: int, *, validate: bool) -> Copied:
+def lengths_within(name: str, lengths: Sequence[int] | Tensor, kv_len: int, *, validate: bool) -> Read:
     """``Int[B]`` of numbers of keys, each in ``0 .. kv_len``."""
     numbers = None if isinstance(lengths, Tensor) else ints(name, lengths)
     tensor = lengths if isinstance(lengths, Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
     check_ints(name, tensor, "[B]", (1,))
     copied = read(name, tensor, validate=validate and numbers is None)
-    if numbers is None and copied.values is not None:
-        numbers = copied.values.tolist()
+    if numbers is None and copied[1] is not None:
+        numbers = copied[1].tolist()
     if numbers is not None and any(number < 0 or number > kv_len for number in numbers):
         raise LayoutError(f"{name} must lie in 0 .. kv_len, got {numbers} and kv_len={kv_len}")
     return copied
 
 
-def valid_keys(lengths: Sequence[int] | Tensor, kv_len: int | None, side: str, *, validate: bool) -> Copied:
+def valid_keys(lengths: Sequence[int] | Tensor, kv_len: int | None, side: str, *, validate: bool) -> Read:
     """``Bool[B, K]``, True for the first (``side="right"``: padding follows) or last ``lengths`` keys of each row."""
     if kv_len is None:
         raise LayoutError("kv_len must be given with lengths, got None")
@@ -126,21 +105,16 @@ def valid_keys(lengths: Sequence[int] | Tensor, kv_len: int | None, side: str, *
         keys = torch.arange(kv_len, dtype=count.dtype, device=count.device)
         return keys < count[:, None] if side == "right" else keys >= kv_len - count[:, None]
 
-    return lengths_within("lengths", lengths, kv_len, validate=validate).map(valid)
+    return both(valid, lengths_within("lengths", lengths, kv_len, validate=validate))
 
 
 def read_rows(
     name: str, value: object, fill: Callable[[list[int]], int] | None = None, *, validate: bool
-) -> tuple[Copied, list[list[int]] | None]:
+) -> tuple[Read, list[list[int]] | None]:
     """``value`` as an integer tensor of rows, and as ints where it was given so; one list or 1-D tensor is one row.
 
-    Ints are known while tracing too, where no tensor can be read.
-
-    Args:
-        name: of the argument, for the message.
-        value: a tensor of rank 1 or 2, ints, or one sequence of ints per batch row.
-        fill: gives the number that lengthens a short list; ``None``: lists of different lengths are refused.
-        validate: whether the values of a tensor must be readable.
+    Ints are known while tracing too, where no tensor can be read. ``fill`` gives the number that lengthens a short
+    list; without it lists of different lengths are refused.
     """
     if isinstance(value, Tensor):
         check_ints(name, value, "[N] or [B, N]", (1, 2))
@@ -155,12 +129,9 @@ def read_rows(
     return read(name, tensor, validate=False), rows
 
 
-def _numbers(table: Copied, rows: list[list[int]] | None) -> list[list[int]] | None:
+def _numbers(table: Read, rows: list[list[int]] | None) -> list[list[int]] | None:
     """The numbers as ints, where they are known."""
-    if rows is not None or table.values is None:
-        return rows
-    numbers: list[list[int]] = table.values.tolist()
-    return numbers
+    return rows if rows is not None or table[1] is None else cast("list[list[int]]", table[1].tolist())
 
 
 def _check_least(name: str, rows: Iterable[list[int]], hint: str = "") -> None:
@@ -198,7 +169,7 @@ def _common_total(name: str, verb: str, found: list[int], kv_len: int | None) ->
     return kv_len
 
 
-def _segments(name: str, ends: Copied, kv_len: int | None) -> Copied:
+def _segments(name: str, ends: Read, kv_len: int | None) -> Read:
     """The segment of each token, given where each document of its row ends; empty documents take no token."""
     if kv_len is None:
         raise LayoutError(f"kv_len must be given with validate=False, where {name} is not read, got None")
@@ -207,10 +178,10 @@ def _segments(name: str, ends: Copied, kv_len: int | None) -> Copied:
         tokens = torch.arange(kv_len, dtype=ends.dtype, device=ends.device).expand(ends.shape[0], kv_len)
         return torch.searchsorted(ends.contiguous(), tokens.contiguous(), right=True, out_int32=True)
 
-    return ends.map(segments)
+    return both(segments, ends)
 
 
-def _of_length(name: str, ids: Copied, kv_len: int | None) -> Copied:
-    if kv_len is not None and ids.tensor.shape[1] != kv_len:
-        raise LayoutError(f"{name} must have one entry per token, got {ids.tensor.shape[1]} and kv_len={kv_len}")
+def _of_length(name: str, ids: Read, kv_len: int | None) -> Read:
+    if kv_len is not None and ids[0].shape[1] != kv_len:
+        raise LayoutError(f"{name} must have one entry per token, got {ids[0].shape[1]} and kv_len={kv_len}")
     return ids

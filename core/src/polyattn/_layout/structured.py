@@ -16,13 +16,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.checks import Index, check_bool, check_flag, check_int, check_ints, check_positions, check_window
+from polyattn._layout.checks import check_bool, check_flag, check_int, check_ints, check_positions, check_window
+from polyattn._layout.indexing import pick, positions
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -149,38 +150,37 @@ class StructuredMask:
         return functools.reduce(operator.and_, tests) if tests else None
 
 
+#: The fields that compare no positions.
 _WITHOUT_DISTANCE = frozenset(("kv_valid", "q_positions", "kv_positions", "q_segments", "kv_segments"))
 #: The fields that :func:`intersect` can combine, and beside which a window only narrows.
 COMBINED = _WITHOUT_DISTANCE | {"causal", "window", "prefix_lengths", "chunk_size"}
-
-
-def default_positions(q_len: int, kv_len: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """Positions of queries and keys where none are given: the queries are the last ones (int32, ``[1, .]``)."""
-    q = torch.arange(q_len, dtype=torch.int32, device=device) + (kv_len - q_len)
-    k = torch.arange(kv_len, dtype=torch.int32, device=device)
-    return q[None], k[None]
+#: The word for each field in the features that backends declare abilities in.
+WORDS = {
+    "causal": "causal",
+    "window": "window",
+    "kv_valid": "padded",
+    "q_segments": "packed",
+    "kv_segments": "packed",
+    "prefix_lengths": "prefix_lm",
+    "chunk_size": "chunked",
+    "q_positions": "positions",
+    "kv_positions": "positions",
+}
 
 
 def visible_rows(
     mask: StructuredMask, q_len: int, kv_len: int, start: int, stop: int, device: torch.device | None
 ) -> Tensor:
     """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, stop - start, K]``."""
-    q, k = positions(mask, q_len, kv_len, device)
+    q, k = positions((mask.q_positions, mask.kv_positions), q_len, kv_len, device)
 
-    def row(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[:, start:stop, None]
+    def row(value: Tensor) -> Tensor:
+        return value.expand(-1, q_len)[:, start:stop, None]
 
-    def column(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[:, None, :]
+    def column(value: Tensor) -> Tensor:
+        return value[:, None, :]
 
-    prefix = _query_prefix(mask)
-    seen = mask.visible(
-        q[:, start:stop, None],
-        k[:, None, :],
-        valid=column(mask.kv_valid),
-        segments=(row(mask.q_segments), column(mask.kv_segments)),
-        prefix=None if prefix is None else row(prefix.expand(-1, q_len)),
-    )
+    seen = _seen(mask, _query_prefix(mask), row(q), column(k), row, column)
     return torch.ones(1, 1, 1, dtype=torch.bool, device=device) if seen is None else seen
 
 
@@ -190,24 +190,39 @@ def structured_mod(mask: StructuredMask, q_len: int, kv_len: int) -> MaskMod:
     offset = kv_len - q_len
 
     def mod(b: Tensor, _h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        seen = mask.visible(
-            q_idx + offset if mask.q_positions is None else pick(mask.q_positions, b, q_idx),
-            kv_idx if mask.kv_positions is None else pick(mask.kv_positions, b, kv_idx),
-            valid=None if mask.kv_valid is None else pick(mask.kv_valid, b, kv_idx),
-            segments=(
-                None if mask.q_segments is None else pick(mask.q_segments, b, q_idx),
-                None if mask.kv_segments is None else pick(mask.kv_segments, b, kv_idx),
-            ),
-            prefix=None if prefix is None else pick(prefix, b, q_idx),
-        )
+        def row(value: Tensor) -> Tensor:
+            return pick(value, b, q_idx)
+
+        def column(value: Tensor) -> Tensor:
+            return pick(value, b, kv_idx)
+
+        q = q_idx + offset if mask.q_positions is None else row(mask.q_positions)
+        k = kv_idx if mask.kv_positions is None else column(mask.kv_positions)
+        seen = _seen(mask, prefix, q, k, row, column)
         return torch.ones_like(q_idx, dtype=torch.bool) if seen is None else seen
 
     return mod
 
 
-def pick(value: Tensor, *index: Tensor) -> Tensor:
-    """``value[index]``, where a dimension of size 1 broadcasts: what a ``mask_mod`` does to a captured tensor."""
-    return value[tuple(i * 0 if size == 1 else i for size, i in zip(value.shape, index, strict=True))]
+def _seen(
+    mask: StructuredMask,
+    prefix: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    row: Callable[[Tensor], Tensor],
+    column: Callable[[Tensor], Tensor],
+) -> Tensor | None:
+    """The formula at positions q and k; ``row`` and ``column`` give what belongs to these queries and keys."""
+    return mask.visible(
+        q,
+        k,
+        valid=None if mask.kv_valid is None else column(mask.kv_valid),
+        segments=(
+            None if mask.q_segments is None else row(mask.q_segments),
+            None if mask.kv_segments is None else column(mask.kv_segments),
+        ),
+        prefix=None if prefix is None else row(prefix),
+    )
 
 
 def _chunk(position: Tensor, size: int) -> Tensor:
@@ -223,26 +238,6 @@ def _saturating_distance(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
     return high - torch.maximum(low, high.clamp(min=-1) - limit)
 
 
-class Placed(Protocol):
-    """What may give positions: a mask by structure, or a layout of another kind."""
-
-    @property
-    def q_positions(self) -> Tensor | None:
-        """``Int[B|1, Q]``."""
-
-    @property
-    def kv_positions(self) -> Tensor | None:
-        """``Int[B|1, K]``."""
-
-
-def positions(mask: Placed, q_len: int, kv_len: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """The positions of queries and keys, ``Int[B|1, .]``; those that are not given are made on ``device``."""
-    q, k = default_positions(q_len, kv_len, device)
-    if mask.q_positions is None:
-        return q, k
-    return mask.q_positions, k.to(mask.q_positions.dtype) if mask.kv_positions is None else mask.kv_positions
-
-
 def _query_prefix(mask: StructuredMask) -> Tensor | None:
     """The prefix of each query, ``[B|1, Q|1]``."""
     prefix = mask.prefix_lengths
@@ -250,19 +245,6 @@ def _query_prefix(mask: StructuredMask) -> Tensor | None:
         return None if prefix is None else prefix[:, None]
     rows = torch.broadcast_shapes(prefix.shape[:1], mask.q_segments.shape[:1])[0]
     return prefix.expand(rows, -1).gather(1, mask.q_segments.long().expand(rows, -1))
-
-
-def select(mask: StructuredMask, axis: str, index: Index) -> StructuredMask:
-    """The mask with the part at ``index`` of what runs over ``axis``, ``queries`` or ``keys``."""
-    prefix = "q_" if axis == "queries" else "kv_"
-    return mask.replace(**{n: take(v, 1, index) for n, v in mask.tensors().items() if n.startswith(prefix)})
-
-
-def take(value: Tensor, dim: int, index: Index) -> Tensor:
-    """The part of ``value`` at ``index`` along ``dim``; a slice gives a view."""
-    if isinstance(index, slice):
-        return value[(slice(None),) * dim + (index,)]
-    return value.index_select(dim, index.to(value.device))
 
 
 def intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tensor], bool]) -> StructuredMask | None:

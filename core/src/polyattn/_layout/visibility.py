@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import Index
-from polyattn._layout.structured import MaskMod, StructuredMask, pick, structured_mod, take, visible_rows
+from polyattn._layout.indexing import pick, take
+from polyattn._layout.structured import MaskMod, StructuredMask, structured_mod, visible_rows
 
 Visibility = Tensor | MaskMod | StructuredMask
 
@@ -140,12 +141,8 @@ def dense_rows(
 ) -> Tensor:
     """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, H, stop - start, K]``.
 
-    Args:
-        visibility: the description, with its tensors on ``device``.
-        sizes: batch, heads, ``q_len`` and ``kv_len`` of the layout.
-        start: first row.
-        stop: row after the last one.
-        device: where to compute; ``None`` for what holds no tensor: where a ``mask_mod`` keeps its own, else the CPU.
+    ``sizes`` are batch, heads, ``q_len`` and ``kv_len``. Tensors of the description are on ``device``; ``None`` for
+    what holds none: it is computed where a ``mask_mod`` keeps its own, else on the CPU.
 
     Raises:
         LayoutError: a ``mask_mod`` raised an exception or returned something else than Bool.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
-from polyattn._layout.segments import ranks
+from polyattn.documents import ranks
 from polyattn_transformers._documents import readable
 from polyattn_transformers._pattern import MaskFunction, Pattern
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
-from polyattn._layout.segments import together
+from polyattn.documents import together
 from polyattn_transformers._inputs import as_numbers
 
 #: Keyword arguments that say outright where documents lie.

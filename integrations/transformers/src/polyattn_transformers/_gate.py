@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from polyattn import LayoutError
-from polyattn._layout.segments import ranks
+from polyattn.documents import ranks
 from polyattn_transformers import _documents
 from polyattn_transformers._backends import PREFIX
 from polyattn_transformers._documents import SEGMENTS, readable

@@ -21,10 +21,9 @@ from polyattn import (
     MaskLayout,
     PreparedAttention,
 )
-from polyattn._layout.checks import as_device
 from polyattn_transformers import _documents
 from polyattn_transformers._documents import Segments
-from polyattn_transformers._no_tensor import NoTensor
+from polyattn_transformers._no_tensor import NoTensor, as_device
 
 
 class LayoutMask(NoTensor):

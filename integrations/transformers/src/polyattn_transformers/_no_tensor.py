@@ -7,6 +7,22 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from polyattn import LayoutError
+from polyattn.messages import shown
+
+
+def as_device(device: object) -> torch.device:
+    """A device by itself or by its name.
+
+    Raises:
+        LayoutError: it is neither.
+    """
+    text = f"device must be a device of torch, such as 'cuda' or torch.device('cuda'), got {shown(device)}"
+    if not isinstance(device, (str, torch.device)):
+        raise LayoutError(text)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise LayoutError(text) from error
 
 
 class NotATensorError(LayoutError, AttributeError, TypeError):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
-from polyattn._layout.checks import as_device
-from polyattn._layout.segments import ranks, together
+from polyattn.documents import ranks, together
 from polyattn_transformers._documents import readable
-from polyattn_transformers._no_tensor import NoTensor
+from polyattn_transformers._no_tensor import NoTensor, as_device
 
 Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
 

@@ -95,10 +95,11 @@ class FlexBackend(BackendBase):
             if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
                 _warn_uncompiled()
             return FlexPlan(dense=layout.to_dense(device), rows=rows, keys=keys)
-        ranges = layout.key_ranges()
-        if ranges is not None:
-            blocks = from_ranges(*ranges, layout.kv_len, backward=backward).to(device)
-            start, stop = (x.to(device, torch.int32) for x in ranges)
+        intervals = layout.key_intervals()
+        if intervals is not None:
+            start, stop = intervals.movedim(-1, 0).contiguous().unbind()
+            blocks = from_ranges(start, stop, layout.kv_len, backward=backward).to(device)
+            start, stop = (x.to(device, torch.int32) for x in (start, stop))
             return FlexPlan(blocks, ranges=(start, stop), rows=rows, keys=keys)
         if not _reasons.on_cpu(device) and not isinstance(layout.visibility, Tensor) and not request.has_bias:
             read = functools.partial(layout.dense_rows, device=device)
