@@ -60,11 +60,12 @@ def find_blocks(mask: StructuredMask, q_len: int, kv_len: int, rows: int, active
         return None
     if 0 in (q_len, kv_len, rows):
         return []
-    q_positions, kv_positions = (mask.q_positions, mask.kv_positions) if mask.positional else (None, None)
+    compared = mask.q_positions is not None and mask.positional
+    q_positions, kv_positions = (mask.q_positions, mask.kv_positions) if compared else (None, None)
     wanted = _span(active), _keys_asked_for(mask)
     queries = _runs(rows, q_len, kv_len - q_len, q_positions, mask.q_segments, wanted[0])
     same = q_len == kv_len and q_positions is kv_positions and mask.q_segments is mask.kv_segments
-    alike = same and wanted == (None, None)
+    alike = same and wanted[0] is None and wanted[1] is None
     keys = queries if alike else _runs(rows, kv_len, 0, kv_positions, mask.kv_segments, wanted[1])
     prefixes: list[Any] = [None] if mask.prefix_lengths is None else mask.prefix_lengths.tolist()
     blocks: list[Block] = []
@@ -80,7 +81,7 @@ def find_blocks(mask: StructuredMask, q_len: int, kv_len: int, rows: int, active
 
 def narrow(blocks: list[Block], window: int) -> list[Block]:
     """The blocks of a mask under a window of at most ``MAX_WINDOW``; those that then show nothing are left out."""
-    narrowed = (
+    narrowed = [
         _block(
             block.batch,
             Run(block.q_start, block.shift, block.shift + block.q_stop - block.q_start),
@@ -89,7 +90,7 @@ def narrow(blocks: list[Block], window: int) -> list[Block]:
             window,
         )
         for block in blocks
-    )
+    ]
     return [block for block in narrowed if block is not None]
 
 
@@ -130,9 +131,11 @@ def _row_blocks(
     for run in keys:
         keys_of[run.segment].append(run)
     blocks: list[Block] = []
+    whole = mask.chunk_size is None and prefixes is None
     for run in queries:
         prefix = prefixes[run.segment] if isinstance(prefixes, list) else prefixes
-        for piece, low, high, causal in _pieces(mask, run, prefix):
+        pieces = [(run, -_FAR, _FAR, mask.causal)] if whole else _pieces(mask, run, prefix)
+        for piece, low, high, causal in pieces:
             before = len(blocks)
             for k in keys_of[run.segment]:
                 block = _block(b, piece, k, causal, mask.window, low, high)
@@ -153,7 +156,7 @@ def _runs(
     given = [value for value in (positions, segments, wanted) if value is not None]
     if not given:
         return [[Run(0, offset, offset + length)]] * rows
-    distinct = max(len(value) for value in given)
+    distinct = max([value.shape[0] for value in given])
     starts = torch.zeros(distinct, length, dtype=torch.bool, device="cpu")
     cut = starts[:, 1:]
     for value in (segments, wanted):
@@ -190,8 +193,6 @@ def _pieces(mask: StructuredMask, run: Run, prefix: int | None) -> list[tuple[Ru
     causal rule still acts in it.
     """
     size = mask.chunk_size
-    if size is None and prefix is None:
-        return [(run, -_FAR, _FAR, mask.causal)]
     cuts = {run.position, run.end}
     if prefix is not None and run.position < prefix < run.end:
         cuts.add(prefix)

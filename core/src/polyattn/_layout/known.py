@@ -43,7 +43,8 @@ class Known(NamedTuple):
         """
         if self.mask is None or torch.compiler.is_compiling():
             return self
-        _check_segment_prefixes(self.mask)
+        if self.mask.prefix_lengths is not None:
+            _check_segment_prefixes(self.mask, self.mask.prefix_lengths)
         rows = self._distinct(batch)
         blocks = find_blocks(self.mask, q_len, kv_len, rows, self.active)
         return self._replace(lowered=True) if blocks is None else self._with_blocks(blocks, rows, q_len, kv_len, batch)
@@ -71,9 +72,11 @@ class Known(NamedTuple):
 
     def _distinct(self, batch: int) -> int:
         """The number of batch rows that may differ: one stands for all where no tensor has several."""
+        if batch <= 1:
+            return batch
         tensors = [] if self.mask is None else list(self.mask.tensors().values())
         sizes = {value.shape[0] for value in (tensors if self.active is None else [*tensors, self.active])}
-        return batch if sizes - {1} else min(batch, 1)
+        return batch if sizes - {1} else 1
 
     def _with_blocks(self, blocks: list[Block], rows: int, q_len: int, kv_len: int, batch: int) -> Known:
         gaps = self.active is not None and not bool(self.active.all())
@@ -95,20 +98,22 @@ def read_host(visibility: Visibility, active: Tensor | None, copies: Sequence[Re
         return Known()
     known = {id(tensor): values for tensor, values in copies}
     tensors = visibility.tensors() | ({} if active is None else {"active": active})
-    for value in tensors.values():
+    moved: dict[str, Tensor] = {}
+    for name, value in tensors.items():
         if id(value) not in known:
             known[id(value)] = on_host(value, sync=sync)
-    values = {name: known[id(value)] for name, value in tensors.items()}
-    if any(value is None for value in values.values()):
-        return Known()
-    read = {name: value for name, value in values.items() if value is not tensors[name] and name != "active"}
-    return Known(visibility.replace(**read) if read else visibility, values.get("active"))
+        values = known[id(value)]
+        if values is None:
+            return Known()
+        if values is not value and value is not active:
+            moved[name] = values
+    return Known(visibility.replace(**moved) if moved else visibility, None if active is None else known[id(active)])
 
 
-def _check_segment_prefixes(mask: StructuredMask) -> None:
+def _check_segment_prefixes(mask: StructuredMask, prefixes: Tensor) -> None:
     """Refuse segments of queries for which a prefix per segment has no entry."""
-    ids, prefixes = mask.q_segments, mask.prefix_lengths
-    if ids is None or prefixes is None or prefixes.dim() == 1 or ids.numel() == 0:
+    ids = mask.q_segments
+    if ids is None or prefixes.dim() == 1 or ids.numel() == 0:
         return
     least, most = int(ids.min()), int(ids.max())
     if least < 0 or most >= prefixes.shape[1]:

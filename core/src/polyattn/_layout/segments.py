@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.checks import Read, both, check_int, check_ints, ints, read
+from polyattn._layout.checks import Read, both, check_int, check_ints, ints, on_host, read
 from polyattn.documents import ranks, together
 from polyattn.messages import shown
 
@@ -126,7 +126,7 @@ def read_rows(
         raise LayoutError(f"{name} must have rows of one length, got {[len(row) for row in lists]}")
     rows = [row + [0 if fill is None else fill(row)] * (width - len(row)) for row in lists]
     tensor = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), width)
-    return read(name, tensor, validate=False), rows
+    return (tensor, on_host(tensor, sync=False)), rows
 
 
 def _numbers(table: Read, rows: list[list[int]] | None) -> list[list[int]] | None:

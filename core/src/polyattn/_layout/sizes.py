@@ -43,7 +43,8 @@ def infer_sizes(
         check_bool("active_queries", active_queries, "[B|1, Q]", (2,))
         tensors = {**tensors, "active_queries": active_queries}
     problems: list[str] = []
-    tensors |= _positions(visibility, *positions)
+    if positions[0] is not None or positions[1] is not None:
+        tensors |= _positions(visibility, *positions)
     for name, value in tensors.items():
         want = list(value.shape[:1])
         if name == "visibility":

@@ -74,7 +74,7 @@ class StructuredMask:
             check_bool("kv_valid", self.kv_valid, "[B|1, K]", (2,))
         for name, shape in (("q_positions", "Q"), ("kv_positions", "K"), ("q_segments", "Q"), ("kv_segments", "K")):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and not (name == "kv_segments" and value is self.q_segments):
                 check_ints(name, value, f"[B|1, {shape}]", (2,))
         check_positions(self.q_positions, self.kv_positions)
         if (self.q_segments is None) != (self.kv_segments is None):
