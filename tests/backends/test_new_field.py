@@ -25,7 +25,7 @@ CHANGES = {
             "        if self.causal:\n            tests"
         ),
     },
-    "_request.py": {'    "chunked",\n': '    "chunked",\n    "dilation",\n'},
+    "_reasons.py": {'    "chunked",\n': '    "chunked",\n    "dilation",\n'},
     "_features.py": {'    "chunk_size": "chunked",\n': '    "chunk_size": "chunked",\n    "dilation": "dilation",\n'},
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -71,6 +72,16 @@ def installed(request, wheels, environment):
     checked(*pip, "uninstall", "--quiet", "--yes", "polyattn", *wanted)
 
 
+def test_core_needs_torch_and_what_finds_plugins(wheels):
+    (wheel,) = wheels.glob("polyattn-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (entry for entry in archive.namelist() if entry.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode().splitlines()
+    needs = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+    always = {re.match(r"[\w-]+", need).group() for need in needs if "extra ==" not in need}
+    assert always == {"torch", "pluggy", "importlib-metadata"}
+
+
 def test_wheels_carry_types_licence_and_entry_points(wheels):
     for name, group in (("polyattn_sdpa", "polyattn.backends"), ("polyattn_cli", "console_scripts")):
         (wheel,) = wheels.glob(f"{name}-*.whl")
@@ -99,12 +110,12 @@ def test_only_the_installed_backend_is_listed(environment, installed):
     ("wanted", "dist"),
     [
         ("polyattn.GroupedQueryAttention", "polyattn-modules"),
-        ("polyattn_conformance.BackendConformance", "polyattn-conformance"),
+        ("polyattn.testing.BackendConformance", "polyattn-conformance"),
     ],
 )
 def test_a_name_of_a_distribution_that_is_missing_says_how_to_install_it(environment, installed, wanted, dist):
     module, _, name = wanted.rpartition(".")
-    done = run(environment / "python", "-c", f"from {module} import {name}")
+    done = run(environment / "python", "-c", f"{TORCH_ONLY}from {module} import {name}")
     assert done.returncode == 1
     assert f"is part of the distribution {dist}, which is not installed; `pip install {dist}` brings it" in done.stderr
 
@@ -112,7 +123,8 @@ def test_a_name_of_a_distribution_that_is_missing_says_how_to_install_it(environ
 def test_the_command_line_and_the_readers_say_how_to_install_them(environment, installed):
     done = run(environment / "python", "-m", "polyattn", "list")
     assert "`pip install polyattn-cli` brings it" in done.stderr
-    done = run(environment / "python", "-c", "import polyattn; polyattn.RopeSpec.from_hf({'model_type': 'llama'})")
+    code = "import polyattn; polyattn.RopeSpec.from_hf({'model_type': 'llama'})"
+    done = run(environment / "python", "-c", TORCH_ONLY + code)
     assert "`pip install polyattn-readers` brings it" in done.stderr
 
 
