@@ -794,11 +794,36 @@ class SinksOfKVHeads(Mutant):
         return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
 
 
+class SinksAreCut(Mutant):
+    caught_by = ("sinks[far_above]",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        cut = None if sinks is None else sinks.clamp(max=20.0)
+        return super().attend(q, k, v, prepared, bias=bias, sinks=cut)
+
+
 class CompiledWithoutSinks(Mutant):
     caught_by = ("compiled_features",)
 
     def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
         return super().attend(q, k, v, prepared, bias=bias, sinks=None if torch.compiler.is_compiling() else sinks)
+
+
+class UntraceableInference(Mutant):
+    caught_by = ("compiled[causal]", "compiled_features")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if torch.compiler.is_compiling() and not any(x.requires_grad for x in (q, k, v)):
+            raise RuntimeError("an autograd function was given its context as the first argument")
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class CompiledInferenceWithoutScale(Mutant):
+    caught_by = ("compiled_features",)
+
+    def request(self, request):
+        inference = torch.compiler.is_compiling() and not request.needs_grad
+        return dataclasses.replace(request, scale=request.head_dim**-0.5) if inference else request
 
 
 class _OnceDifferentiable(torch.autograd.Function):

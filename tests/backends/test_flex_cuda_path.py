@@ -52,6 +52,9 @@ def flex(calls, monkeypatch):
 
 
 def _assert_right(backend, case, mode):
+    reasons = backend.unsupported(case.layout, case.request(mode))
+    if [reason.code for reason in reasons] == ["bias_grad_torch"]:
+        pytest.skip(f"refused: {reasons[0]}")
     prepared = backend.prepare(case.layout, case.request(mode))
     assert_within(evaluate(prepared, case, mode), expected_results(case, mode))
     return prepared
@@ -134,6 +137,7 @@ def test_dynamic_trains_on_ragged_lengths_with_two_kernels(flex, calls):
 
 def test_a_bias_gradient_is_refused_with_a_torch_that_may_lose_it(flex, monkeypatch):
     case = make_case(MaskLayout.causal(LENGTH), bias=(LENGTH,), head_dim=16, **SIZES)
+    monkeypatch.setattr(_reasons, "_OLD_TORCH", None)
     assert flex.unsupported(case.layout, case.request(TRAIN)) == ()
     monkeypatch.setattr(_reasons, "_OLD_TORCH", "2.13.1")
     (reason,) = flex.unsupported(case.layout, case.request(TRAIN))

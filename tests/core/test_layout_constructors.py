@@ -445,3 +445,32 @@ def test_the_work_of_lowering_does_not_grow_with_the_rows():
         return count.operations
 
     assert operations(32) == operations(1)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("narrow", [lambda window, **rest: MaskLayout.packed(**rest, window=window),
+                                    lambda window, **rest: MaskLayout.packed(**rest).with_window(window)],
+                         ids=["at once", "later"])  # fmt: skip
+def test_a_window_counts_the_tokens_of_a_document_that_lies_in_pieces(narrow, validate, causal):
+    ids = torch.tensor([[0, 1, 0, 0, 1, 0, 1], [3, 3, 3, 5, 5, 3, 3]])
+    layout = narrow(2, document_ids=ids, causal=causal, validate=validate)
+    dense = layout.to_dense()[:, 0]
+    for row, numbers in zip(dense, ids, strict=True):
+        for number in numbers.unique():
+            at = (numbers == number).nonzero()[:, 0]
+            alone = MaskLayout.causal(len(at), window=2) if causal else MaskLayout.full(len(at)).with_window(2)
+            assert torch.equal(row[at][:, at], alone.to_dense()[0, 0])
+            assert not row[at][:, numbers != number].any()
+
+
+def test_documents_that_lie_together_keep_their_blocks_and_need_no_positions():
+    layout = MaskLayout.packed(document_ids=[4, 4, 1, 1, 1, 2], window=2)
+    assert layout.visibility.q_positions is None
+    assert torch.equal(layout.to_blocks(), MaskLayout.packed([2, 3, 1], window=2).to_blocks())
+
+
+def test_documents_in_pieces_are_parted_when_traced():
+    ids = torch.tensor([[0, 1, 0, 0, 1, 0, 1]])
+    masked = lambda ids: MaskLayout.packed(document_ids=ids, validate=False).with_window(2).to_dense()  # noqa: E731
+    assert torch.equal(torch.compile(masked, fullgraph=True, backend="eager")(ids), masked(ids))

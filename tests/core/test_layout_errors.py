@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,12 @@ from polyattn._layout import MaskLayout, StructuredMask
 IDS = torch.tensor([[0, 0, 1, 1]] * 2)
 VALID = torch.ones(2, 4, dtype=torch.bool)
 FLOATS = torch.zeros(4, 4)
+
+
+def of_another_kind(make):
+    with warnings.catch_warnings():  # torch calls them beta
+        warnings.simplefilter("ignore")
+        return make()
 
 
 def layout_of(**fields):
@@ -250,7 +257,33 @@ REFUSED = {
     ),
     "expansion of a batch": (
         lambda: MaskLayout.padded(VALID).expand(3),
-        "batch must be that of the layout.*got 3 and 2",
+        "batch must be 2, the rows that the layout describes, got 3; only a layout of batch 1 serves any number",
+    ),
+    "a flag as a batch": (lambda: MaskLayout.causal(3).expand(True), "batch must be an int >= 0, got True"),
+    "an empty batch of two rows": (
+        lambda: MaskLayout.padded(VALID).expand(0),
+        "batch must be 2, the rows .*, got 0; only",
+    ),
+    "sparse mask": (
+        lambda: MaskLayout.dense(VALID.to_sparse()),
+        "mask must be an ordinary dense tensor Bool.*, got layout torch.sparse_coo; call .to_dense",
+    ),
+    "compressed sparse drop mask": (
+        lambda: MaskLayout.from_drop_mask(of_another_kind(VALID.to_sparse_csr)),
+        "mask must be an ordinary dense tensor Bool.*, got layout torch.sparse_csr",
+    ),
+    "sparse kv_valid": (lambda: MaskLayout.padded(VALID.to_sparse()), "kv_valid must be an ordinary dense tensor"),
+    "sparse documents": (
+        lambda: MaskLayout.packed(document_ids=IDS.to_sparse(), validate=False),
+        "document_ids must be an ordinary dense tensor Int.*, got layout torch.sparse_coo",
+    ),
+    "nested mask": (
+        lambda: MaskLayout.dense(of_another_kind(lambda: torch.nested.nested_tensor([VALID[0]]))),
+        "mask must be an ordinary dense tensor Bool.*, got a nested tensor; .* pad a nested one",
+    ),
+    "picture without values": (
+        lambda: MaskLayout.dense(VALID.to("meta")).draw(),
+        "a layout must hold values to be drawn, got tensors on the device meta",
     ),
     "picture of an absent row": (lambda: MaskLayout.causal(3).draw(batch=1), "batch must lie in 0 .. 0, got 1"),
     "picture of no int": (
@@ -323,3 +356,16 @@ def test_a_side_beside_valid_keys_is_refused(side):
 def test_a_drop_mask_is_asked_for_in_its_own_sense():
     with pytest.raises(LayoutError, match=r"with True = may not attend, got torch.float32"):
         MaskLayout.from_drop_mask(torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("device", ["cudaa", "", 5, 3.5, [], True])
+@pytest.mark.parametrize("ask", ["to", "to_dense", "rows_without_keys", "unseen_keys"])
+def test_what_names_no_device_is_refused(ask, device):
+    for layout in (MaskLayout.causal(4), MaskLayout.padded(VALID), MaskLayout.dense(VALID)):
+        with pytest.raises(LayoutError, match=f"device must be a device of torch, .*, got {re.escape(repr(device))}"):
+            getattr(layout, ask)(device)
+
+
+def test_a_layout_without_values_says_its_shapes():
+    layout = MaskLayout.dense(VALID.to("meta"))
+    assert layout.to_dense().shape == layout.with_window(1).to_dense().shape == (1, 1, 2, 4)

@@ -91,10 +91,33 @@ def test_every_constructor_works_inside_a_graph(name):
     assert torch.equal(torch.compile(seen, backend="eager", fullgraph=True)(), seen())
 
 
+@pytest.mark.parametrize(
+    ("backend", "layout", "kv_heads", "rest"),
+    [
+        ("eager", MaskLayout.causal, 2, {}),
+        ("sdpa", MaskLayout.causal, 2, {}),
+        ("sdpa", MaskLayout.full, 4, {}),
+        ("sdpa", MaskLayout.causal, 2, {"training": True, "dropout_p": 0.5}),
+    ],
+)
+def test_every_size_may_be_symbolic(backend, layout, kv_heads, rest):
+    q, k, v = torch.randn(2, 4, 5, 8), *torch.randn(2, 2, kv_heads, 5, 8)
+    chosen = backends.get(backend)
+
+    def call(q, k, v):
+        return attention(q, k, v, layout(q.shape[2]), backend=chosen, **rest).output
+
+    results = []
+    for run in (call, torch.compile(call, backend="eager", dynamic=True, fullgraph=True)):
+        torch.manual_seed(0)
+        results.append(run(q, k, v))
+    assert torch.allclose(*results, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_works_inside_a_graph(name):
     def seen():
-        layouts = (*(make() for make in INSIDE), *OUTSIDE, *((FUNCTION,) if name in OF_FUNCTIONS else ()))
+        layouts = (*[make() for make in INSIDE], *OUTSIDE, *([FUNCTION] if name in OF_FUNCTIONS else []))
         return [OPERATIONS[name](layout).to_dense() for layout in layouts]
 
     compiled = torch.compile(seen, backend="eager", fullgraph=True)()
@@ -105,7 +128,7 @@ def test_every_question_is_answered_inside_a_graph():
     index = torch.tensor([0, 3, 5])
 
     def answers():
-        layouts = (*(make() for make in INSIDE), *OUTSIDE, FUNCTION)
+        layouts = (*[make() for make in INSIDE], *OUTSIDE, FUNCTION)
         return [
             (layout.dense_rows(1, 4), layout.rows_without_keys(), layout.unseen_keys(),
              layout.to_mask_mod()(index * 0, index * 0, index, index - 1), layout.key_ranges())

@@ -13,7 +13,9 @@ from torch import nn
 import polyattn_transformers
 from polyattn import LayoutError
 from polyattn_transformers import packed
+from tiny_configs import tiny_config
 from tiny_models import DECODER, VOCABULARY, ids
+from versions import refused_before, whole_graphs
 
 LENGTHS = [5, 8]
 TOTAL = sum(LENGTHS)
@@ -109,10 +111,9 @@ def pair(family, changes, suffix="ForCausalLM"):
     names = set(found().to_dict()) if family != "Phi3" else set(values)
     config = found(**{key: value for key, value in values.items() if key in names or key in changes})
     kind = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}{suffix}"))
-    eager, ours = (
-        kind._from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
-        for implementation in ("eager", "polyattn_auto")
-    )
+    eager = kind._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    with refused_before():
+        ours = kind._from_config(config, attn_implementation="polyattn_auto").eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, parameter in sorted(eager.named_parameters()):
@@ -238,6 +239,7 @@ def test_a_cache_that_holds_documents_is_not_decoded_from(form):
         run(ours, input_ids=row[:, :1], past_key_values=cache)
 
 
+@whole_graphs
 @pytest.mark.parametrize(
     ("case", "inputs", "text"),
     [
@@ -287,12 +289,154 @@ def test_an_implementation_that_is_set_on_the_config_alone_is_gated_too():
     assert same(run(eager, input_ids=row, segment_ids=SEGMENTS), want)
 
 
-@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def small(kind, **changes):
+    """A small causal model on polyattn."""
+    own = {"n_embd": 32, "n_layer": 2, "n_head": 4} if kind is transformers.GPT2Config else _SMALL
+    config = kind(**{**own, "vocab_size": VOCABULARY, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="polyattn_sdpa").eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("attention_mask", SEGMENTS[0] + 1, r"attention_mask must be \[B, K\] with one .* shape \[13\]; add the batch"),
+        (
+            "attention_mask",
+            SEGMENTS[None] + 1,
+            r"attention_mask must be \[B, K\] .*, got shape \[1, 1, 13\]; call .reshape",
+        ),
+        (
+            "attention_mask",
+            [1] * TOTAL,
+            r"attention_mask must be \[B, K\] .*, got list; make a tensor with torch.tensor",
+        ),
+        ("position_ids", POSITIONS[0], r"position_ids must be \[B, K\] with one position per token .*, got \[13\]"),
+        ("position_ids", POSITIONS[None], r"position_ids must be \[B, K\] with one position .*, got \[1, 1, 13\]"),
+        ("position_ids", POSITIONS.expand(3, 1, -1), r"position_ids must be \[B, K\] with one .*, got \[3, 1, 13\]"),
+        ("position_ids", POSITIONS.tolist(), r"position_ids must be an integer tensor \[B, K\], got list; make one"),
+        ("position_ids", POSITIONS.to(torch.int8), r"position_ids must be of dtype int32 or int64, got torch.int8"),
+        ("segment_ids", SEGMENTS.bool(), r"segment_ids must be integers, the number of .*, got torch.bool; call .long"),
+        ("segment_ids", SEGMENTS.float(), r"segment_ids must be integers, .*, got torch.float32; call .long"),
+    ],
+)
 @pytest.mark.parametrize("kind", [transformers.GPT2Config, transformers.LlamaConfig])
-def test_a_mask_or_positions_without_a_batch_dimension_are_refused(kind, name):
-    config = kind(**({"n_embd": 32, "n_layer": 2, "n_head": 4} if kind is transformers.GPT2Config else _SMALL))
-    config.vocab_size = VOCABULARY
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="polyattn_sdpa")
-    values = {"attention_mask": SEGMENTS[0] + 1, "position_ids": POSITIONS[0]}
-    with pytest.raises(LayoutError, match=rf"{name} must be \[B, K\] with one"):
-        model(torch.ones(1, TOTAL, dtype=torch.long), **{name: values[name]})
+def test_masks_positions_and_numbers_of_another_type_or_shape_are_refused_by_name(kind, name, value, text):
+    for beside in ({}, {"use_cache": False}):
+        with pytest.raises(LayoutError, match=text):
+            small(kind)(torch.ones(1, TOTAL, dtype=torch.long), **{name: value}, **beside)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_small_integers_number_documents_too(dtype):
+    (eager, ours), row = pair("Ministral3", {}), tokens()
+    for form in ({"attention_mask": (SEGMENTS + 1).to(dtype)}, {"segment_ids": SEGMENTS.to(dtype)}):
+        assert same(run(ours, input_ids=row, **form), alone(eager, row))
+
+
+def test_a_hole_in_a_mask_that_numbers_documents_is_the_fault_of_the_mask_alone():
+    mask = SEGMENTS + 1
+    mask = mask.index_fill(1, torch.tensor([2]), 0)
+    with pytest.raises(
+        LayoutError, match=r"attention_mask must be whole, got a masked token inside a .* column 2; pad"
+    ):
+        run(pair("Ministral3", {})[1], input_ids=tokens(), attention_mask=mask)
+
+
+#: Documents that take turns in a row, and every way to say so.
+TURNS = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 1, 0, 1, 1, 0, 0]])
+TURNING: dict[str, dict[str, Any]] = {
+    "segment_ids": {"segment_ids": TURNS},
+    "seq_idx": {"seq_idx": TURNS.int(), "attention_mask": ONES},
+    "numbers in the mask": {"attention_mask": TURNS + 1},
+    "packed": packed(document_ids=TURNS),
+    "packed, mask alone": {"attention_mask": packed(document_ids=TURNS)["attention_mask"]},
+    "positions of its own": {"segment_ids": TURNS, "position_ids": packed(document_ids=TURNS)["position_ids"].clone()},
+}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "query_pre_attn_scalar": 8}
+
+
+def alone_in_turns(model, row):
+    places = [(TURNS[0] == number).nonzero()[:, 0] for number in (0, 1)]
+    parts = torch.cat([run(model, input_ids=row[:, at]) for at in places], 1)
+    return parts[:, torch.cat(places).argsort()]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "suffix"),
+    [
+        ("Mistral", {"sliding_window": 3}, "ForCausalLM"),
+        ("Gemma3", _MIXED, "ForCausalLM"),
+        ("Llama4", _EXPERTS | {"attention_chunk_size": 3, "intermediate_size_mlp": 48}, "ForCausalLM"),
+        ("ModernBert", {"local_attention": 4, "global_attn_every_n_layers": 2}, "ForMaskedLM"),
+    ],
+)
+def test_windows_and_chunks_count_the_tokens_of_a_document_that_lies_in_pieces(family, changes, suffix):
+    (eager, ours), row = pair(family, changes, suffix), tokens()
+    want = alone_in_turns(eager, row)
+    assert [name for name, form in TURNING.items() if not same(run(ours, input_ids=row, **form), want)] == []
+
+
+@pytest.mark.parametrize("form", ["segment_ids", "packed"])
+def test_a_compiled_window_counts_the_tokens_of_a_document_too(form):
+    (eager, ours), row = pair("Mistral", {"sliding_window": 3}), tokens()
+    torch.compiler.reset()
+    compiled = torch.compile(polyattn_transformers.use(ours, "sdpa"), fullgraph=True, backend="eager")
+    want = alone_in_turns(eager, row)
+    assert same(run(compiled, input_ids=row, use_cache=False, **TURNING[form]), want)
+
+
+def test_a_bias_by_distance_refuses_documents_in_pieces():
+    config = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    model = transformers.T5EncoderModel._from_config(config, attn_implementation="polyattn_sdpa").eval()
+    inputs = {"input_ids": tokens()}
+    with torch.no_grad():
+        got = model(**inputs, segment_ids=SEGMENTS).last_hidden_state[:, 5:]
+        want = model(input_ids=inputs["input_ids"][:, 5:]).last_hidden_state
+    assert same(got, want)
+    with pytest.raises(LayoutError, match="segment_ids must keep the tokens of each document together in a model that"):
+        model(**inputs, segment_ids=TURNS)
+
+
+def test_a_scale_by_the_place_in_the_row_refuses_long_rows():
+    changes = _EXPERTS | {"intermediate_size_mlp": 48, "no_rope_layers": [1, 0], "floor_scale": 6}
+    (eager, ours), row = pair("Llama4", changes), tokens()
+    assert same(run(ours, input_ids=row), run(eager, input_ids=row))
+    text = r"Llama4TextModel cannot .* scales queries by the place of a token in the row from 6 tokens on, .* has 13"
+    for form in FORMS.values():
+        with pytest.raises(LayoutError, match=text):
+            run(ours, input_ids=row, **form)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "suffix"),
+    [
+        ("Roberta", {"is_decoder": True}, "ForCausalLM"),
+        ("XLMRoberta", {}, "ForMaskedLM"),
+        ("Camembert", {}, "ForMaskedLM"),
+    ],
+)
+def test_padding_tokens_inside_a_document_are_numbered_as_when_it_is_alone(family, changes, suffix):
+    (eager, ours), row = pair(family, {"pad_token_id": 1, **changes}, suffix), tokens()
+    row[0, [2, 5, 9]] = 1
+    want = alone(eager, row)
+    assert [name for name, form in FORMS.items() if not same(run(ours, input_ids=row, **form), want)] == []
+    torch.compiler.reset()  # all models share one code object, and torch counts how often it is compiled
+    compiled = torch.compile(polyattn_transformers.use(ours, "sdpa"), fullgraph=True, backend="eager")
+    assert same(run(compiled, input_ids=row, **FORMS["packed"]), want)
+
+
+@pytest.mark.parametrize("kind", ["Gemma3", "PaliGemma", "Llava"])
+def test_a_model_of_which_only_the_text_goes_to_polyattn_is_gated_too(kind):
+    kind = getattr(transformers, f"{kind}ForConditionalGeneration")
+    config = tiny_config(kind.config_class)
+    model = kind._from_config(config, attn_implementation={"text_config": "polyattn_sdpa"}).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in sorted(model.named_parameters()):
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    assert not model.config._attn_implementation.startswith("polyattn")
+    row = tokens().clamp(min=10)
+    want = alone(model, row)
+    for form in ("segment_ids", "numbers in the mask", "packed", "positions"):
+        assert same(run(model, input_ids=row, **FORMS[form]), want), form

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 import pytest
 import torch
-from packaging.version import Version
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import polyattn_transformers
 from polyattn import UnsupportedAttentionError, backends
-from polyattn_transformers import packed
+from polyattn_transformers import _parts, packed
 from tiny_models import ZOO, ids, left_padding, model_of
+from versions import whole_graphs
 
 GENERATORS = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "phi3", "deepseek_v3")
 
 KINDS = ["sliding_attention", "full_attention"]
-
-whole_graphs = pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.11"), reason="Dynamo of torch 2.10 cannot trace how masks are read"
-)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -110,6 +107,17 @@ def test_a_model_compiles_whole(name, padded, layers):
     assert all(torch.allclose(p.grad, gradients[name], atol=1e-5) for name, p in model.named_parameters())
 
 
+def test_a_graph_knows_the_parts_of_the_model_that_it_is_called_with():
+    @torch.compile(backend="eager", fullgraph=True)
+    def asked(model, x):
+        return x + model.polyattn_parts(id(model)).first_position
+
+    for position in (0, 1):
+        model = model_of("llama", num_hidden_layers=1)
+        _parts._known[model] = dataclasses.replace(model.polyattn_parts(id(model)), first_position=position)
+        assert asked(model, torch.zeros(())) == position
+
+
 @whole_graphs
 def test_packed_batches_compile_to_at_most_two_graphs():
     model = model_of("mistral", "polyattn_sdpa", num_hidden_layers=1)
@@ -123,7 +131,6 @@ def test_packed_batches_compile_to_at_most_two_graphs():
     assert counter.frame_count <= 2
 
 
-@whole_graphs
 def test_positions_keep_documents_apart_in_a_compiled_model():
     model, row = model_of("llama", "polyattn_sdpa", num_hidden_layers=1), ids(rows=1)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7]])
@@ -134,7 +141,6 @@ def test_positions_keep_documents_apart_in_a_compiled_model():
         assert torch.allclose(logits[:, 3:], model(row[:, 3:]).logits, atol=2e-5)
 
 
-@whole_graphs
 def test_decoding_with_a_static_cache_compiles_once():
     model, row = model_of("llama", "polyattn_sdpa", num_hidden_layers=1), ids(rows=2)
     cache = StaticCache(config=model.config, max_cache_len=16)
@@ -154,7 +160,6 @@ def test_decoding_with_a_static_cache_compiles_once():
     assert counter.frame_count == 1
 
 
-@whole_graphs
 def test_what_transformers_itself_cannot_compile_says_so_there():
     # Phi-3's longrope chooses its frequencies by the largest position.
     model = torch.compile(model_of("phi3", "polyattn_sdpa"), fullgraph=True, backend="eager")

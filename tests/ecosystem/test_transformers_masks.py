@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, LlamaConfig, StaticCache
@@ -17,6 +18,7 @@ from polyattn_transformers import packed
 from polyattn_transformers._attention import attention_forward
 from polyattn_transformers._layout_mask import LayoutMask
 from polyattn_transformers._mask_function import layout_mask
+from tiny_models import DECODER, TOKENS, ids
 
 ROWS, NEW, WINDOW, CHUNK = 2, 6, 4, 3
 
@@ -308,6 +310,20 @@ def test_a_layer_whose_window_or_chunk_leaves_no_key_is_refused(function, text):
         q = torch.zeros(ROWS, 1, NEW, 8)
         with pytest.raises(LayoutError, match=text):
             attention_forward(nn.Module(), q, q, q, mask, polyattn_backend="eager")
+
+
+@pytest.mark.parametrize("window", [0, -1])
+@pytest.mark.parametrize(
+    "rest",
+    [{}, {"use_cache": False}, packed([TOKENS]), {"attention_mask": torch.ones(1, TOKENS)}],
+    ids=["cache", "no_cache", "packed", "padding"],
+)
+def test_a_model_whose_window_leaves_no_key_is_refused_for_that_reason(window, rest):
+    # transformers' caches are cut by the window too, so that the lengths no longer fit: a consequence, not the reason.
+    config = transformers.MistralConfig(**DECODER, sliding_window=window)
+    model = transformers.MistralModel._from_config(config, attn_implementation="polyattn_eager")
+    with pytest.raises(LayoutError, match=f"sliding_window must be at least 1, .*, got {window} "):
+        model(ids(rows=1), **rest)
 
 
 @pytest.mark.parametrize(("found", "past"), [(NEW - 1, 0), (NEW + 2, 0), (NEW, 3)])

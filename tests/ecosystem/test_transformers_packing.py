@@ -14,6 +14,7 @@ from polyattn import LayoutError, MaskLayout
 from polyattn_transformers import PackedMask, packed
 from tiny_configs import tiny_config
 from tiny_models import ids, model_of
+from versions import PINNED_TRANSFORMERS, TRANSFORMERS
 
 LENGTHS = [3, 2, 4]
 TOTAL = sum(LENGTHS)
@@ -286,6 +287,8 @@ def test_a_model_whose_own_code_computes_with_the_mask_refuses_packed_documents(
     config = tiny_config(getattr(transformers, kind).config_class)
     config.update(changes)
     model = getattr(transformers, kind)._from_config(config, attn_implementation="polyattn_sdpa")
+    if kind == "Lfm2ForCausalLM" and TRANSFORMERS < PINNED_TRANSFORMERS:
+        pytest.skip("the code of LFM2 does not compute with the mask in this transformers")
     with pytest.raises(LayoutError, match=f"PackedMask is not a tensor and {text}: .* in a model whose own code"):
         run(model, input_ids=tokens(), **inputs)
 

@@ -168,8 +168,19 @@ def test_the_bridge_registers_with_the_transformers_that_its_package_accepts():
     assert RANGES["transformers"] == SpecifierSet(f">={first[0]}.{first[1]},<{major}.{last + 1}")
 
 
+def constraints(which):
+    command = [sys.executable, ROOT / "tools" / "bounds.py", which]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {match[1]: match[2] for match in (re.fullmatch(r"([\w-]+)(?:==)?(.+)", line) for line in lines)}
+
+
 def test_the_oldest_versions_are_the_lower_bounds():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "oldest.py"], capture_output=True, text=True, check=True)
-    oldest = dict(line.split("==") for line in done.stdout.splitlines())
+    oldest = constraints("oldest")
     assert oldest.keys() == RANGES.keys()
     assert all(f">={version}" in map(str, RANGES[name]) for name, version in oldest.items())
+
+
+def test_the_newest_versions_lie_below_the_upper_bounds():
+    newest = constraints("newest")
+    assert newest.keys() == {name for name, bounds in RANGES.items() if "<" in str(bounds)}
+    assert all(bound in map(str, RANGES[name]) for name, bound in newest.items())

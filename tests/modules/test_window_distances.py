@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from polyattn import AttentionScope, AttentionSpec, GroupedQueryAttention, LayoutError, MaskLayout, RopeSpec
+from polyattn import (
+    AttentionScope,
+    AttentionSpec,
+    GroupedQueryAttention,
+    LayoutError,
+    MaskLayout,
+    RopeSpec,
+    StructuredMask,
+)
 from polyattn.rope import RopeAxes
 
 WINDOW = 5
@@ -15,6 +23,7 @@ ROPE = RopeSpec.from_dict({
     "schema_version": 1, "variant": "default", "theta": 1e4, "head_dim": 8, "rotary_dim": 8, "interleaved": False,
     "max_position": 64, "original_max_position": None, "parameters": {}, "axes": None,
 })  # fmt: skip
+TURNS = torch.tensor([[0, 0, 1, 1, 0, 1, 0, 1]])
 
 
 def layer(window, *, backend="sdpa", rope=ROPE):
@@ -190,3 +199,21 @@ def test_context_on_several_axes_is_refused_where_the_layout_does_not_say_what_c
     placed = MaskLayout.dense(seen, q_positions=own[0], kv_positions=torch.cat((context[0], own[0]), 1))
     attend(hidden, AttentionScope(placed), own, other, kv_positions=context)
     layer(WINDOW, rope=axes)(hidden, AttentionScope(MaskLayout.full(3)), own)
+
+
+@pytest.mark.parametrize(
+    ("layout", "at"),
+    [
+        (StructuredMask(q_segments=TURNS, kv_segments=TURNS), [0, 1, 0, 1, 2, 2, 3, 3]),
+        (StructuredMask(kv_valid=torch.tensor([[1, 0, 0, 1, 1, 1, 1, 1]]).bool()), [0, 7, 7, 1, 2, 3, 4, 5]),
+        (StructuredMask(kv_valid=torch.tensor([[1, 0, 0, 1, 1, 1, 1, 1]]).bool()), [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_tokens_that_see_each_other_across_others_are_as_far_as_their_positions_say(layout, at):
+    layout, positions = MaskLayout(8, 8, visibility=layout), torch.tensor([at])
+    hidden = torch.randn(2, 8, 16).double()
+    found = layer(2)(hidden, AttentionScope(layout), positions)
+    near = ((positions[:, :, None] - positions[:, None, :]).abs() < 2)[:, None]
+    by_hand = MaskLayout.dense(everything(layout) & near)
+    want = layer(None, backend="eager")(hidden, AttentionScope(by_hand), positions)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)

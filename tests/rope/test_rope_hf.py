@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import re
@@ -460,12 +461,67 @@ def test_a_wrong_value_is_named_by_the_key_of_the_config(keys, text):
         ({"interleaved": "yes"}, "interleaved must be True, False or None, got 'yes'"),
         ({"layer_type": "full_attention"}, "layer_type must be None, got 'full_attention': one rope serves all layers"),
         ({"head_dim": 0}, "head_dim must be an int >= 1 and less than 2**63, got 0"),
+        ({"head_dim": 16}, "head_dim must be None or 8, as 'head_dim' says, got 16; leave it out"),
+        ({"max_position": 32}, "max_position must be None or 64, as max_position_embeddings says, got 32"),
+        ({"interleaved": True}, "interleaved must be None or False, got True: this class pairs halves"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, text):
     with pytest.raises(RopeConfigError) as caught:
         RopeSpec.from_hf(PLAIN, **arguments)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    [
+        ({"model_type": "llama", "head_dim": 16}, 16),
+        ({"model_type": "deepseek_v3", "head_dim": 32, "qk_rope_head_dim": 16}, 16),
+        ({"model_type": "unknown", "kv_channels": 16, "hidden_size": 128, "num_attention_heads": 4}, 16),
+        ({"model_type": "gemma4_text", "head_dim": 32, "global_head_dim": 16}, 16),
+        (
+            {
+                "model_type": "unknown",
+                "layer_types": ["full_attention"] * 2,
+                "per_layer_config": {"0": {"head_dim": 16}, "1": {"head_dim": 16}},
+            },
+            16,
+        ),
+    ],
+)
+def test_a_width_beside_that_of_the_config_must_be_the_same(keys, width):
+    layer_type = "full_attention" if "layer_types" in keys or "global_head_dim" in keys else None
+    config = {"max_position_embeddings": 64, "rope_theta": 1e4, **keys}
+    if layer_type is not None:
+        config["layer_types"] = ["full_attention"] * 2
+        if keys["model_type"] != "unknown":
+            del config["rope_theta"]
+            config["rope_parameters"] = {layer_type: {"rope_type": "default", "rope_theta": 1e4}}
+    read = functools.partial(
+        RopeSpec.from_hf, config, layer_type=layer_type, interleaved=None if "unknown" not in keys.values() else False
+    )
+    assert read(head_dim=width) == read()
+    with pytest.raises(RopeConfigError, match=f"head_dim must be None or {width}, as '.*' says, got 32; leave it out"):
+        read(head_dim=32)
+
+
+def test_a_width_that_the_config_leaves_open_is_given_beside_it():
+    config = {**PLAIN, "head_dim": None, "hidden_size": 64, "num_attention_heads": 16}
+    assert (RopeSpec.from_hf(config).head_dim, RopeSpec.from_hf(config, head_dim=16).head_dim) == (4, 16)
+
+
+@pytest.mark.parametrize("convention", ["dflash", "eagle"])
+def test_a_draft_whose_config_pairs_adjacent_channels_is_refused(convention):
+    config = {**PLAIN, "model_type": "deepseek_v3", "qk_rope_head_dim": 8, "rope_interleave": True}
+    with pytest.raises(RopeConfigError, match=f"rope_interleave is true, but convention '{convention}' pairs halves"):
+        RopeSpec.from_hf(config, convention=convention)
+
+
+def test_a_part_at_the_top_that_no_layer_type_has_is_refused():
+    ropes = {kind: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0} for kind in ("a", "b")}
+    config = {**PLAIN, "model_type": "x", "rope_theta": None, "rope_parameters": ropes, "partial_rotary_factor": 0.5}
+    with pytest.raises(RopeConfigError, match=r"partial_rotary_factor is 0\.5 at the top and no layer type has it"):
+        RopeSpec.from_hf(config, layer_type="a", interleaved=False)
 
 
 def test_one_rope_for_all_layers_serves_each_layer_type_of_the_config():

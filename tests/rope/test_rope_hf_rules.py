@@ -39,7 +39,9 @@ def test_full_attention_with_wider_heads_gets_their_width(model_type):
     for given in (config, json.loads(json.dumps(config.to_dict()))):
         widths = {kind: RopeSpec.from_hf(given, layer_type=kind).head_dim for kind in config.rope_parameters}
         assert widths == {"full_attention": 512, "sliding_attention": 256}
-    older = {**config.to_dict(), "per_layer_config": None}
+    older = {
+        key: value for key, value in config.to_dict().items() if key not in {"per_layer_config", "global_head_dim"}
+    }
     assert RopeSpec.from_hf({**older, "global_head_dim": 384}, layer_type="full_attention").head_dim == 384
     with pytest.raises(RopeConfigError, match="'global_head_dim' is missing"):
         RopeSpec.from_hf(older, layer_type="full_attention")

@@ -46,6 +46,7 @@ ARGUMENTS = {
 _GRID = "its positions lie on a grid"
 #: Rotary classes that :meth:`RopeSpec.from_hf` refuses, with the words of the refusal.
 REFUSED = {
+    "Qwen2_5OmniDiT": "only the first head of a layer rotates",
     "MusicFlamingoRotaryEmbedding": "its angles come from time stamps",
     "CohereCompassRotaryEmbedding": "its lanes do not stand in the order of their frequencies",
     "HunYuanVLRotaryEmbedding": "mrope_section is not supported: this class cuts channels",
@@ -83,6 +84,17 @@ WITHOUT_CLASS = {
     "DINOv3ViTConfig": _GRID,
     "FuyuConfig": "it does not tell how channels pair",  # its text part is Persimmon's, which is compared
     "Sapiens2Config": _GRID,
+}
+_TABLES = "its tables still have the three axes, which its own function of rotation joins"
+#: Classes of configurations and of rotations that older versions have otherwise, so that there is nothing to compare.
+BEFORE = {
+    "Ernie4_5_VLMoeTextConfig": "its rotary class is not annotated with it",
+    "Olmo3Config": "it has one rope for layers of both types",
+    "BambaRotaryEmbedding": "it rotates whole heads, whatever part the configuration says",
+    "PaddleOCRRotaryEmbedding": _TABLES,
+    "Qwen2VLRotaryEmbedding": _TABLES,
+    "Qwen2_5OmniRotaryEmbedding": _TABLES,
+    "Qwen2_5_VLRotaryEmbedding": _TABLES,
 }
 #: Rotary classes whose configuration needs a package that may not be installed.
 PACKAGES = {"PeAudioVideoEncoderRotaryEmbedding": "timm", "PeVideoEncoderRotaryEmbedding": "timm"}
@@ -234,6 +246,8 @@ def _rotated(module, rotary, config, spec, pair, tables):
     if hasattr(module, f"{name}_interleave") and getattr(config, "rope_interleave", True):
         name += "_interleave"
     apply = getattr(module, name)
+    if spec.interleaved and hasattr(module, "deinterleave_head_dim"):
+        pair = [module.deinterleave_head_dim(x) for x in pair]  # as the attention does before it calls the function
     if next(iter(inspect.signature(apply).parameters)) != "q":
         return [apply(x, *tables) for x in pair]
     try:

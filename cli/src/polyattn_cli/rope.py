@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from polyattn import RopeSpec
 
 _LANES = 8
-_WIDTHS = ("head_dim", "attention_head_dim", "kv_channels", "qk_rope_head_dim", "global_head_dim")
 
 
 def _positions(_: click.Context, __: click.Parameter, given: str) -> list[int]:
@@ -95,8 +94,6 @@ def _read(path: str, reading: dict[str, Any]) -> RopeSpec:
         if isinstance(data, dict) and "schema_version" in data:
             _refuse_options(reading)
             return RopeSpec.from_dict(data)
-        if isinstance(data, dict):
-            _refuse_other_width(data, reading["head_dim"])
         return RopeSpec.from_hf(data, **reading)
     except RopeConfigError as error:
         raise RopeConfigError(f"{path}: {error}") from error
@@ -107,13 +104,6 @@ def _refuse_options(reading: dict[str, Any]) -> None:
     if asked:
         options = ", ".join("--halves" if reading[name] is False else f"--{name.replace('_', '-')}" for name in asked)
         raise RopeConfigError(f"it is in canonical form, which says everything; leave out {options}")
-
-
-def _refuse_other_width(data: dict[str, Any], head_dim: int | None) -> None:
-    said = {name: data[name] for name in _WIDTHS if data.get(name) is not None}
-    if head_dim is not None and said and head_dim not in said.values():
-        widths = ", ".join(f"'{name}' {shown(width)}" for name, width in said.items())
-        raise RopeConfigError(f"it says {widths}, which --head-dim {head_dim} contradicts; leave out --head-dim")
 
 
 def _draw_angles(positions: list[int], angles: list[list[float]], scaling: float) -> None:

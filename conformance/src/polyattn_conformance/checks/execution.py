@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn import AttentionRequest, AttentionResult, MaskLayout, UnsupportedAttentionError, attention
 from polyattn_conformance.bounds import assert_within, expected_results
-from polyattn_conformance.case import TRAIN, Case, Mode, evaluate
+from polyattn_conformance.case import INFER, TRAIN, Case, Mode, evaluate
 from polyattn_conformance.checks.host_reads import forbid_host_reads
 from polyattn_conformance.checks.registry import check
 from polyattn_conformance.failure import require
@@ -129,30 +129,35 @@ def compiled_call() -> Iterator[tuple[Any, _Counter]]:
         torch.compiler.reset()
 
 
-def _run_compiled(compiled: Any, trial: Trial, case: Case, mode: Mode) -> None:
+def _run_compiled(compiled: Any, trial: Trial, case: Case, mode: Mode, *, grad_mode: bool) -> None:
     prepared = trial.must_prepare(case.layout, case.request(mode))
 
     def call(*tensors: Tensor, **named: Tensor | None) -> AttentionResult:
-        return AttentionResult(*compiled(prepared, *tensors, **named))
+        with torch.set_grad_enabled(grad_mode):
+            return AttentionResult(*compiled(prepared, *tensors, **named))
 
     assert_within(evaluate(call, case, mode), expected_results(case, mode))
     trial.honoured += 1
 
 
+def _compile_each_way(trial: Trial, case: Case) -> None:
+    """Training if the backend trains, and inference: a compiler traces an autograd function in two different ways."""
+    strongest = trial.strongest(case)
+    for mode, grad_mode in ((strongest, strongest.grad), (INFER, False), (INFER, True)):
+        with compiled_call() as (call, _):
+            _run_compiled(call, trial, case, mode, grad_mode=grad_mode)
+
+
 @check(("full", "causal", "causal_window", "packed", "dense", "right_padding"))
 def compiled(trial: Trial, name: str) -> None:
-    """``attend`` traces under ``torch.compile(fullgraph=True)`` with the same numbers."""
-    case = trial.case(LAYOUTS[name](), heads=4, kv_heads=2)
-    with compiled_call() as (call, _):
-        _run_compiled(call, trial, case, trial.strongest(case))
+    """``attend`` traces under ``torch.compile(fullgraph=True)`` with the same numbers, in training and in inference."""
+    _compile_each_way(trial, trial.case(LAYOUTS[name](), heads=4, kv_heads=2))
 
 
 @check()
 def compiled_features(trial: Trial) -> None:
-    """Scale, softcap, bias and sinks count in a compiled function as well."""
-    case = trial.featured(MaskLayout.causal(6), heads=4, kv_heads=2, scale=0.6)
-    with compiled_call() as (call, _):
-        _run_compiled(call, trial, case, trial.strongest(case))
+    """Scale, softcap, bias and sinks count in a compiled function as well, in training and in inference."""
+    _compile_each_way(trial, trial.featured(MaskLayout.causal(6), heads=4, kv_heads=2, scale=0.6))
 
 
 @check()
@@ -162,7 +167,8 @@ def recompiles(trial: Trial) -> None:
     mode = trial.strongest(trial.case(MaskLayout.packed([5, 7])))
     with compiled_call() as (call, counter):
         for seed, lengths in enumerate(batches):
-            _run_compiled(call, trial, trial.case(MaskLayout.packed(lengths), seed=seed), mode)
+            case = trial.case(MaskLayout.packed(lengths), seed=seed)
+            _run_compiled(call, trial, case, mode, grad_mode=mode.grad)
         require(counter.graphs <= 2, f"eight batches needed {counter.graphs} graphs")
 
 

@@ -57,7 +57,7 @@ def softcap(trial: Trial, cap: float) -> None:
         trial.compare(case.change(q=case.q * 8), with_bias)
 
 
-@check({"ordinary": 0.0, "large": 8.0, "small": -8.0})
+@check({"ordinary": 0.0, "large": 8.0, "small": -8.0, "far_above": 30.0})
 def sinks(trial: Trial, offset: float) -> None:
     """The output is multiplied by sigmoid(lse - sink); the LSE itself knows nothing of sinks."""
     for name in (*_NAMES, "chunked"):

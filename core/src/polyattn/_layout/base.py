@@ -16,7 +16,7 @@ from torch import Tensor
 from polyattn._errors import LayoutError
 from polyattn._layout import picture
 from polyattn._layout.blocks import covered_keys, key_ranges
-from polyattn._layout.checks import check_flag, check_int
+from polyattn._layout.checks import as_device, check_flag, check_int
 from polyattn._layout.fit import fit
 from polyattn._layout.lowering import Host, Known, Lowered, check_segment_prefixes, lower, read_host
 from polyattn._layout.structured import MaskMod, StructuredMask, pick
@@ -116,8 +116,7 @@ class LayoutBase:
         check_int("stop", stop, most=self.q_len)
         if start > stop:
             raise LayoutError(f"start must be at most stop, got {start} and {stop}")
-        layout = self if device is None else self.to(device)
-        target = layout.device if device is None else torch.device(device)
+        layout, target = self if device is None else self.to(device), self._target(device)
         sizes = (layout.batch, layout.heads, layout.q_len, layout.kv_len)
         rows = dense_rows(layout.visibility, sizes, start, stop, target)
         rows = rows.expand(*rows.shape[:2], stop - start, layout.kv_len)
@@ -145,7 +144,7 @@ class LayoutBase:
         if ranges is None:
             return torch.cat([~rows.any(-1) for rows in self._row_blocks(device)], 2)
         start, stop = ranges
-        return (stop <= start)[:, None].to(device or self.device or "cpu")
+        return (stop <= start)[:, None].to(self._target(device) or "cpu")
 
     def unseen_keys(self, device: Device | None = None) -> Tensor:
         """Which keys no active query (of that head) may see: ``Bool[B|1, H|1, K]``.
@@ -155,7 +154,7 @@ class LayoutBase:
         ranges = self.key_ranges()
         if ranges is None:
             return ~functools.reduce(operator.or_, (rows.any(2) for rows in self._row_blocks(device)))
-        return ~covered_keys(*ranges, self.kv_len)[:, None].to(device or self.device or "cpu")
+        return ~covered_keys(*ranges, self.kv_len)[:, None].to(self._target(device) or "cpu")
 
     def key_ranges(self) -> tuple[Tensor, Tensor] | None:
         """The run of keys that each query sees, from ``start`` to before ``stop``: two int64 CPU tensors ``[B, Q]``.
@@ -167,6 +166,9 @@ class LayoutBase:
         start, stop = key_ranges(self._lowered.blocks, self.batch, self.q_len, self._host.mask.window)
         active = self._host.active
         return (start, stop) if active is None else (start, torch.where(active, stop, start))
+
+    def _target(self, device: Device | None) -> torch.device | None:
+        return self.device if device is None else as_device(device)
 
     def _row_blocks(self, device: Device | None) -> Iterator[Tensor]:
         layout = self if device is None else self.to(device)
@@ -180,7 +182,7 @@ class LayoutBase:
 
     def to(self, device: Device) -> Self:
         """The layout with its tensors on ``device``. What a user's ``mask_mod`` captures stays where it is."""
-        target = torch.device(device)
+        target = as_device(device)
         names = ("active_queries", "q_positions", "kv_positions")
         tensors = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.device in (None, target) and all(value.device == target for value in tensors.values()):

@@ -66,6 +66,23 @@ def check_ints(name: str, value: object, shape: str, ranks: Sequence[int]) -> No
     _check_rank(name, value, f"Int{shape}", ranks)
 
 
+def as_device(device: object) -> torch.device:
+    """A device by itself or by its name.
+
+    Raises:
+        LayoutError: it is neither.
+    """
+    if isinstance(device, torch.device):
+        return device
+    text = f"device must be a device of torch, such as 'cuda' or torch.device('cuda'), got {shown(device)}"
+    if not isinstance(device, str):
+        raise LayoutError(text)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise LayoutError(text) from error
+
+
 def check_positions(q: Tensor | None, k: Tensor | None) -> None:
     """Refuse positions of keys without those of queries, and two dtypes."""
     if q is None and k is not None:
@@ -79,6 +96,12 @@ def check_positions(q: Tensor | None, k: Tensor | None) -> None:
 def _check_tensor(name: str, value: object, wanted: str) -> None:
     if not isinstance(value, Tensor):
         raise LayoutError(f"{name} must be a tensor {wanted}, got {type(value).__name__}")
+    if value.is_nested or value.layout is not torch.strided:
+        got = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise LayoutError(
+            f"{name} must be an ordinary dense tensor {wanted}, got {got}; call .to_dense() on a sparse tensor, and "
+            "pad a nested one"
+        )
 
 
 def _check_rank(name: str, value: Tensor, wanted: str, ranks: Sequence[int]) -> None:
@@ -137,8 +160,8 @@ def ints(name: str, values: object) -> list[int]:
         LayoutError: something in it is not an int, or an int that does not fit int64.
     """
     items: list[Any] = list(values) if isinstance(values, Iterable) else [None]
-    # torch.compile traces no __index__ of an int that it keeps symbolic.
-    whole = [x for x in items if hasattr(x, "__index__") and not isinstance(x, bool)]
+    # torch.compile neither traces nor looks for an __index__ of an int that it keeps symbolic.
+    whole = [x for x in items if not isinstance(x, bool) and (isinstance(x, int) or hasattr(x, "__index__"))]
     numbers = [x if isinstance(x, int) else x.__index__() for x in whole]
     if len(numbers) != len(items):
         raise LayoutError(f"{name} must be ints or an integer tensor, got {shown(values)}")

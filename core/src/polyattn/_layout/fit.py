@@ -94,4 +94,6 @@ def _one_size(name: str, given: int | None, found: dict[str, int], problems: lis
     if len(distinct) > 1 or (given == 1 and distinct):
         got = ", ".join(f"{key} {size}" for key, size in sizes.items())
         problems.append(f"{name} must be one number, where a tensor's 1 broadcasts, got {got}")
-    return max(distinct, default=1) if given is None else given
+    if given is None:  # Dynamo of torch 2.10 does not trace max(..., default=)
+        return max(distinct) if distinct else 1
+    return given

@@ -142,7 +142,8 @@ class MaskLayout(LayoutBase):
     ) -> MaskLayout:
         """Documents packed into rows; a query sees keys of its own document only. Exactly one of the first four.
 
-        Batch rows never share a document, whatever the numbers say.
+        Batch rows never share a document, whatever the numbers say. Where the tokens of a document do not lie together,
+        positions are the places of the tokens in their documents.
 
         Args:
             lengths: of the documents: ints of one row, one list per batch row, or an integer tensor
@@ -153,7 +154,7 @@ class MaskLayout(LayoutBase):
             kv_len: number of tokens of a row. Known from the values; checked against them where both are there, and
                 needed with ``validate=False`` for lengths or offsets that lie on a device.
             causal: whether a query sees no later key.
-            window: how many positions a query sees; ``abs(q - k) < window``.
+            window: how many positions of its document a query sees; ``abs(q - k) < window``.
             active_queries: ``Bool[B|1, K]``.
             validate: see :class:`MaskLayout`.
         """
@@ -172,9 +173,20 @@ class MaskLayout(LayoutBase):
             check_int("kv_len", kv_len)
         value, read = ways[given[0]]
         copied = read(value, kv_len, validate=validate)
-        ids = copied.tensor
-        mask = StructuredMask(causal=causal, window=window, q_segments=ids, kv_segments=ids)
-        return cls._structured(ids.shape[1], ids.shape[1], mask, active_queries, [copied], validate)
+        ids, counted = copied.tensor, None
+        if document_ids is not None:
+            counted = segments.places(copied, unread=causal is not False or window is not None)
+        places = None if counted is None else counted.tensor
+        mask = StructuredMask(
+            causal=causal,
+            window=window,
+            q_segments=ids,
+            kv_segments=ids,
+            q_positions=places,
+            kv_positions=places,
+        )
+        copies = [copied] if counted is None else [copied, counted]
+        return cls._structured(ids.shape[1], ids.shape[1], mask, active_queries, copies, validate)
 
     @classmethod
     def prefix_lm(
@@ -274,8 +286,8 @@ class MaskLayout(LayoutBase):
         """
         check_mod(mask_mod)
         tensors = (active_queries, q_positions, kv_positions)
-        rows = max((x.shape[0] for x in tensors if isinstance(x, Tensor) and x.dim() == 2), default=1)
-        wide = cls(q_len, kv_len, batch, heads, visibility=mask_mod).expand(rows if batch == 1 else batch)
+        rows = [x.shape[0] for x in tensors if isinstance(x, Tensor) and x.dim() == 2]
+        wide = cls(q_len, kv_len, batch, heads, visibility=mask_mod).expand(max(rows) if rows and batch == 1 else batch)
         return dataclasses.replace(
             wide, active_queries=active_queries, q_positions=q_positions, kv_positions=kv_positions
         )
@@ -298,12 +310,16 @@ class MaskLayout(LayoutBase):
         """The layout for ``batch`` batch rows: this one if it has as many, or what a layout of batch 1 broadcasts to.
 
         Raises:
-            LayoutError: the layout has another batch than 1 and ``batch``.
+            LayoutError: the layout has another batch than 1 and ``batch``, or that is no number of rows.
         """
+        check_int("batch", batch)
         if batch == self.batch:
             return self
         if self.batch != 1:
-            raise LayoutError(f"batch must be that of the layout, unless that is 1, got {batch} and {self.batch}")
+            raise LayoutError(
+                f"batch must be {self.batch}, the rows that the layout describes, got {shown(batch)}; only a layout of "
+                "batch 1 serves any number of rows"
+            )
         visibility = pinned(self.visibility, 1, self.heads)
         return self._with(batch=batch, visibility=visibility, _known=self._facts()._replace(lowered=None))
 

@@ -124,12 +124,17 @@ def steps_by_one(layout: LayoutBase, at: Tensor) -> Tensor | None:
         return None
     if not layout.q_len == layout.kv_len == at.shape[1]:
         return None
-    fine = at.diff(dim=1) == 1
-    if mask.kv_segments is not None:
-        fine = fine | (mask.kv_segments.diff(dim=1) != 0)
-    if mask.kv_valid is not None:
-        fine = fine | ~(mask.kv_valid[:, 1:] & mask.kv_valid[:, :-1])
-    return fine.all()
+    if mask.kv_segments is None and mask.kv_valid is None:
+        return (at.diff(dim=1) == 1).all()
+    shift = at - torch.arange(at.shape[1], dtype=at.dtype, device=at.device)
+    hidden = torch.zeros_like(at) if mask.kv_valid is None else (~mask.kv_valid).to(at.dtype)
+    documents = torch.zeros_like(at) if mask.kv_segments is None else mask.kv_segments
+    rows = max(len(shift), len(hidden), len(documents))
+    order = hidden.expand(rows, -1).argsort(dim=1, stable=True)
+    order = order.gather(1, documents.expand(rows, -1).gather(1, order).argsort(dim=1, stable=True))
+    # Documents one after the other, the valid keys of each before the others.
+    shift, hidden, documents = (x.expand(rows, -1).gather(1, order) for x in (shift, hidden, documents))
+    return ((shift.diff(dim=1) == 0) | (documents.diff(dim=1) != 0) | (hidden[:, 1:] != 0)).all()
 
 
 def _structured(

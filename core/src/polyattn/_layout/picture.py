@@ -57,13 +57,15 @@ def cells(layout: LayoutBase, batch: int, head: int, size: int) -> Tensor:
     """The share of visible pairs in each cell of a picture of at most ``size`` by ``size``, FP32 on the CPU.
 
     Raises:
-        LayoutError: there is no such batch row or head, or a number is not an int.
+        LayoutError: there is no such batch row or head, a number is not an int, or the layout has no values.
     """
     check_int("size", size, 1)
     for name, index, count in (("batch", batch, layout.batch), ("head", head, layout.heads)):
         check_int(name, index, most=None)
         if index >= count:
             raise LayoutError(f"{name} must lie in 0 .. {count - 1}, got {shown(index)}")
+    if layout.device is not None and layout.device.type == "meta":
+        raise LayoutError("a layout must hold values to be drawn, got tensors on the device meta; draw it elsewhere")
     bounds = _bounds(layout.q_len, size)
     parts = [torch.zeros(0, len(_bounds(layout.kv_len, size)), device="cpu")]
     for start, stop in bounds:

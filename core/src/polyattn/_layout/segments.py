@@ -68,6 +68,39 @@ def from_position_ids(position_ids: Ints, kv_len: int | None, *, validate: bool)
     return _of_length("position_ids", table.map(lambda ids: (ids == 0).cumsum(1, dtype=torch.int32)), kv_len)
 
 
+def places(documents: Copied, *, unread: bool) -> Copied | None:
+    """The place of each token in its document, where the distances of the row are others.
+
+    Args:
+        documents: ``Int[B, K]``.
+        unread: whether places are wanted of documents whose values are not known on the host.
+    """
+    if documents.values is None:
+        return documents.map(ranks) if unread else None
+    return None if bool(together(documents.values)) else documents.map(ranks)
+
+
+def ranks(documents: Tensor) -> Tensor:
+    """How many earlier tokens of its row each token shares its document with, ``Int[B, K]``."""
+    order = documents.argsort(dim=1, stable=True)
+    ordered = documents.gather(1, order)
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(order)
+    starts = (index == 0) | (ordered != ordered.roll(1, 1))  # every size is that of the row, which may be symbolic
+    rank = index - torch.where(starts, index, 0).cummax(1).values
+    return torch.empty_like(rank).scatter_(1, order, rank)
+
+
+def together(documents: Tensor, live: Tensor | None = None) -> Tensor:
+    """Whether the tokens of each document lie together, ``Bool[]``, so that they have the distances of the row.
+
+    Args:
+        documents: ``Int[B, K]``.
+        live: ``Bool[B, K]``, the tokens that count; ``None``: all.
+    """
+    resumed = (documents != documents.roll(1, 1)) & (ranks(documents) != 0)
+    return ~(resumed if live is None else resumed & live).any()
+
+
 def lengths_within(name: str, lengths: Sequence[int] | Tensor, kv_len: int, *, validate: bool) -> Copied:
     """``Int[B]`` of numbers of keys, each in ``0 .. kv_len``."""
     numbers = None if isinstance(lengths, Tensor) else ints(name, lengths)
@@ -117,7 +150,7 @@ def read_rows(
     width = max(map(len, lists))
     if fill is None and any(len(row) != width for row in lists):
         raise LayoutError(f"{name} must have rows of one length, got {[len(row) for row in lists]}")
-    rows = [row + [fill(row) if fill else 0] * (width - len(row)) for row in lists]
+    rows = [row + [0 if fill is None else fill(row)] * (width - len(row)) for row in lists]
     tensor = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), width)
     return read(name, tensor, validate=False), rows
 
@@ -131,9 +164,9 @@ def _numbers(table: Copied, rows: list[list[int]] | None) -> list[list[int]] | N
 
 
 def _check_least(name: str, rows: Iterable[list[int]], hint: str = "") -> None:
-    least = min((number for row in rows for number in row), default=0)
-    if least < 0:
-        raise LayoutError(f"{name} must be >= 0, got {least}{hint}")
+    negative = [number for row in rows for number in row if number < 0]
+    if negative:
+        raise LayoutError(f"{name} must be >= 0, got {min(negative)}{hint}")
 
 
 def _check_steps(rows: Iterable[list[int]]) -> None:
@@ -149,7 +182,7 @@ def _check_steps(rows: Iterable[list[int]]) -> None:
 
 
 def _common_total(name: str, verb: str, found: list[int], kv_len: int | None) -> int:
-    check_int(f"what {name} {verb}", max(found, default=0))
+    check_int(f"what {name} {verb}", max([0, *found]))
     if kv_len is None:
         if len(set(found)) != 1:
             raise LayoutError(

@@ -294,14 +294,14 @@ def intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tens
     valid = [mask.kv_valid for mask in (a, b) if mask.kv_valid is not None]
     return StructuredMask(
         causal=bool(causal),
-        window=min(windows, default=None),
+        window=min(windows) if windows else None,
         kv_valid=functools.reduce(operator.and_, valid) if valid else None,
         q_positions=placed.q_positions,
         kv_positions=placed.kv_positions,
         q_segments=segmented[0].q_segments if segmented else None,
         kv_segments=segmented[0].kv_segments if segmented else None,
         prefix_lengths=functools.reduce(torch.minimum, prefixes) if causal and len(prefixes) == len(causal) else None,
-        chunk_size=min(chunks, default=None),
+        chunk_size=min(chunks) if chunks else None,
     )
 
 

@@ -7,6 +7,7 @@ they can be moved and pickled.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -164,7 +165,7 @@ def dense_rows(
     spans = ((0, batch), (0, heads), (start, stop), (0, kv_len))
     index = [torch.arange(first, last, device=device) for first, last in spans]
     try:
-        with _SelectByTensors():
+        with _SelectByTensors() if _ASKS_VALUES else contextlib.nullcontext():
             return mod(*index)
     except LayoutError:
         raise
@@ -174,6 +175,10 @@ def dense_rows(
             f"mask_mod {name} raised {type(error).__name__} for indices on {device}: {error}; it is called with one "
             "element of each index (b, h, q_idx, kv_idx) under vmap, as FlexAttention calls it"
         ) from error
+
+
+#: Whether this torch asks index tensors under vmap for their values. A mode is a side effect to a strict exporter.
+_ASKS_VALUES = torch.__version__ < "2.14"
 
 
 class _SelectByTensors(TorchFunctionMode):
@@ -191,9 +196,18 @@ class _SelectByTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _written(visibility: object) -> list[object]:
+    """The functions of a user that a description is made of."""
+    if isinstance(visibility, SelectedMod):
+        return _written(visibility.whole)
+    if isinstance(visibility, BothMod):
+        return _written(visibility.left) + _written(visibility.right)
+    return [] if isinstance(visibility, (Tensor, StructuredMask)) else [visibility]
+
+
 def _home(mod: MaskMod) -> torch.device:
     """Where a user's function keeps its data: the device of a non-scalar tensor that it captures, else the CPU."""
-    todo: list[object] = [mod]
+    todo: list[object] = _written(mod)
     known: set[int] = set()
     while todo:
         value = todo.pop()

@@ -51,7 +51,7 @@ class Contract:
         version, oldest, newest = obj.api_version, self.api_versions[0], self.api_versions[-1]
         if not isinstance(version, int) or isinstance(version, bool):
             return BackendLoadError, f"its api_version must be an int, got {shown(version)}"
-        if version not in self.api_versions:
+        if not oldest <= version <= newest:
             spoken = oldest if oldest == newest else f"{oldest} to {newest}"
             cure = "upgrade polyattn" if version > newest else "upgrade the plugin"
             return IncompatiblePluginError, f"it speaks api_version {version}, this polyattn speaks {spoken}; {cure}"

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NoReturn
 
@@ -151,19 +151,34 @@ def class_head_dim_key(data: Mapping[str, Any], layer_type: str | None) -> str:
     return [*found, QUOTIENT][0]
 
 
+def written_widths(data: Mapping[str, Any], layer_type: str | None) -> list[Any]:
+    """The widths of a head that are written out for a layer type: none, one, or several of its layers."""
+    name = class_head_dim_key(data, layer_type)
+    if name != "per_layer_config":
+        return [] if data.get(name) is None else [data[name]]
+    types, layers = data.get("layer_types"), data[name]
+    if not isinstance(types, Sequence) or not isinstance(layers, Mapping):
+        return []
+    if not all(isinstance(own, Mapping) and str(index).isdecimal() for index, own in layers.items()):
+        return []
+    own = {int(index): values.get("head_dim") for index, values in layers.items()}
+    found: list[Any] = []
+    for i, kind in enumerate(types):
+        width = own.get(i) or data.get("head_dim")
+        if layer_type in (None, kind) and width not in found:
+            found.append(width)
+    return found
+
+
 def _layer_width(data: Mapping[str, Any], layer_type: str | None) -> int:
     """The width of a head where ``per_layer_config`` gives some layers, by index, values of their own."""
-    types: Any = data.get("layer_types")
-    layers = data["per_layer_config"]
-    try:
-        own = {int(index): values.get("head_dim") for index, values in layers.items()}
-        widths = {own.get(i) or data.get("head_dim") for i, kind in enumerate(types) if layer_type in (None, kind)}
-    except (AttributeError, TypeError, ValueError):
+    widths = written_widths(data, layer_type)
+    if not widths:
         fault(data, "per_layer_config must map indices of layers to their values, beside layer_types; pass head_dim=")
     if len(widths) != 1:
         got = ", ".join(sorted(map(str, widths))) or "none"
         fault(data, f"per_layer_config must give the layers of one type one head_dim, got {got}; pass head_dim=")
-    return size(data, "head_dim", widths.pop())
+    return size(data, "head_dim", widths[0])
 
 
 def class_axes(data: Mapping[str, Any]) -> tuple[str, list[int]] | tuple[None, None]:

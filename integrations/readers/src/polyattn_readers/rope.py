@@ -28,6 +28,7 @@ from polyattn_readers.model_classes import (
     reordered,
     size,
     with_common_names,
+    written_widths,
 )
 from polyattn_readers.rope_entry import (
     AT_THE_TOP,
@@ -103,7 +104,7 @@ def _read(
         fault(
             data, f"max_position_embeddings is {max_position}, and {entry['max_position_embeddings']} beside rope_type"
         )
-    width = class_head_dim(data, layer_type) if head_dim is None else size(data, "head_dim", head_dim)
+    width = class_head_dim(data, layer_type) if head_dim is None else _given_width(data, layer_type, head_dim)
     parameters = {name: entry[name] for name in keys if entry.get(name) is not None}
     original = parameters.pop(ORIGINAL, max_position if kind == "dynamic" else None)
     if original is not None:
@@ -226,6 +227,15 @@ def _check_keys(data: Mapping[str, Any], entry: dict[str, Any], kind: str, keys:
         )
 
 
+def _given_width(data: Mapping[str, Any], layer_type: str | None, given: int) -> int:
+    """The argument ``head_dim``, which fills in what the configuration leaves open and changes nothing."""
+    size(data, "head_dim", given)
+    key, said = class_head_dim_key(data, layer_type), written_widths(data, layer_type)
+    if len(said) == 1 and given not in said:
+        fault(data, f"head_dim must be None or {shown(*said)}, as '{key}' says, got {shown(given)}; leave it out")
+    return given
+
+
 def _max_position(data: Mapping[str, Any], given: int | None) -> int:
     found = data.get("max_position_embeddings")
     if found is None and given is None:
@@ -292,6 +302,8 @@ def _pairing(data: Mapping[str, Any], interleaved: bool | None, convention: str)
     if interleaved is not None and not isinstance(interleaved, bool):
         fault(data, f"interleaved must be True, False or None, got {shown(interleaved)}")
     known = class_pairing(data) if convention == "serving" else False
+    if known is False and data.get("rope_interleave"):
+        fault(data, f"rope_interleave is true, but convention '{convention}' pairs {PAIRS[False]}; take one of them")
     if known is None:
         if interleaved is None:
             fault(

@@ -148,6 +148,10 @@ def _nested(data: Mapping[str, Any], ropes: Mapping[str, Any], layer_type: str |
     for name in (*AT_THE_TOP["rope_theta"], "compress_rope_theta", *_PLAIN_BASES):
         if data.get(name) not in (None, *thetas) and None not in thetas:
             fault(data, f"{name} is {shown(data[name])} at the top and no layer type has it, they have {thetas}")
+    parts = [rope.get("partial_rotary_factor") for rope in ropes.values() if rope is not None]
+    for name in AT_THE_TOP["partial_rotary_factor"]:
+        if data.get(name) not in (None, *parts) and None not in parts:
+            fault(data, f"{name} is {shown(data[name])} at the top and no layer type has it, they have {parts}")
     return {**dict(_top(data)), **ropes[layer_type]}
 
 

@@ -189,6 +189,8 @@ def _from_tensor(mask: Tensor, query: Tensor, key: Tensor, bias: Tensor | None) 
 
 def _fitted(module: nn.Module, mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
     """The mask for the queries of a layer; one that only says which keys are there is the same for all queries."""
+    if mask.refusal is not None:
+        raise LayoutError(mask.refusal)
     layout = mask.layout
     if (layout.q_len, layout.kv_len) == (q_len, kv_len):
         return mask

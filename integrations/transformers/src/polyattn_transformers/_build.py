@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
-from polyattn_transformers._documents import ranks, readable
+from polyattn._layout.segments import ranks
+from polyattn_transformers._documents import readable
 from polyattn_transformers._pattern import MaskFunction, Pattern
 
 #: The conditions of a pattern that :func:`layout_of` can express.
@@ -72,19 +73,20 @@ class ShiftedMask:
         return seen
 
 
-def layout_of(pattern: Pattern, span: Span, padding: Tensor | None) -> MaskLayout:
+def layout_of(pattern: Pattern, span: Span, padding: Tensor | None, places: Tensor | None = None) -> MaskLayout:
     """The layout of ``pattern`` and a padding mask.
 
     Args:
         pattern: what the mask function says.
         span: which indices the call covers.
         padding: ``Bool[B, K]`` over the keys of the call, True where a token is, or ``None``.
+        places: ``Int[B, L]`` over absolute indices, by which distances and chunks are measured; ``None``: the indices.
     """
     blocks = None if pattern.blocks is None else _block_positions(pattern.blocks, pattern.documents)
     if not pattern.given() <= _HANDLED or (pattern.blocks is not None and blocks is None):
         # Blocks that are not runs, or whose values nobody may read here, have no structured form.
         pattern = Pattern.unread(pattern.function)
-    q_positions, kv_positions = _positions(pattern, span, blocks)
+    q_positions, kv_positions = _positions(pattern, span, blocks, places)
     valid = [span.keys("padding mask", value.bool()) for value in pattern.valid]
     valid += [] if padding is None else [padding]
     documents = pattern.documents
@@ -109,12 +111,15 @@ def layout_of(pattern: Pattern, span: Span, padding: Tensor | None) -> MaskLayou
     return layout
 
 
-def _positions(pattern: Pattern, span: Span, blocks: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _positions(
+    pattern: Pattern, span: Span, blocks: Tensor | None, places: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
     if blocks is not None:
         return span.queries("block_sequence_ids", blocks), span.keys("block_sequence_ids", blocks)
-    if pattern.chunk is not None and pattern.documents is not None:
-        counted = ranks(pattern.documents)  # in every document from its first token, as when it is alone
-        return span.queries("packed sequence mask", counted), span.keys("packed sequence mask", counted)
+    if pattern.chunk is not None and pattern.documents is not None and places is None:
+        places = ranks(pattern.documents)  # in every document from its first token, as when it is alone
+    if places is not None:
+        return span.queries("packed sequence mask", places), span.keys("packed sequence mask", places)
     if pattern.chunk is not None:
         # Chunks are counted from the first token of a row, so the positions are absolute and shifted by its padding.
         start = pattern.chunk[1].to(span.device)[:, None]

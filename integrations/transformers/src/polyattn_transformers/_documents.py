@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
+from polyattn._layout.segments import together
+from polyattn_transformers._inputs import as_numbers
 
 #: Keyword arguments that say outright where documents lie.
 SEGMENTS = ("segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -31,7 +33,7 @@ def explicit(segments: Segments, batch: int, q_len: int, kv_len: int) -> tuple[s
         The name of what said it, the documents of the queries and those of the keys; ``None`` if nothing did.
 
     Raises:
-        LayoutError: no tensor, a wrong shape, or two that differ.
+        LayoutError: no tensor, a wrong dtype or shape, or two that differ.
     """
     for name, given in segments.items():
         if given is not None and not isinstance(given, Tensor):
@@ -43,6 +45,7 @@ def explicit(segments: Segments, batch: int, q_len: int, kv_len: int) -> tuple[s
         ids = segments[name]
         if ids is None:
             continue
+        ids = as_numbers(name, ids)
         if ids.dim() != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != q_len or q_len != kv_len:
             raise LayoutError(
                 f"{name} must be Int[B, K] with one document per token of the call, got {list(ids.shape)} for "
@@ -74,8 +77,10 @@ def from_mask(mask: Tensor, length: int) -> tuple[Tensor | None, Tensor | None]:
     Raises:
         LayoutError: other values, which transformers would read as a token where padding is meant, or the reverse.
     """
-    if mask.dim() != 2 or not mask.numel():
+    if not mask.numel():
         return None, None
+    if not (mask.dtype is torch.bool or mask.dtype.is_floating_point):
+        mask = as_numbers("attention_mask", mask)
     live = mask[:, -length:].bool() if mask.shape[1] >= length else None
     if mask.dtype is torch.bool:
         return live, None
@@ -113,32 +118,21 @@ def from_mask(mask: Tensor, length: int) -> tuple[Tensor | None, Tensor | None]:
     return (None if low > 0 else live), mask
 
 
-def check_positions(position_ids: Tensor, batch: int, length: int) -> None:
-    """Refuse position ids that are not one integer for each token of the call.
+def check_together(name: str, documents: Tensor, live: Tensor | None) -> None:
+    """Refuse documents in several pieces where distances are counted over the row; traced, the graph checks it.
 
     Raises:
-        LayoutError: a floating dtype, or another number of rows or tokens.
+        LayoutError: calls what described the documents ``name``.
     """
-    if position_ids.dtype.is_floating_point or position_ids.dtype is torch.bool:
-        raise LayoutError(
-            f"position_ids must be integers, got {position_ids.dtype}, which cannot tell positions apart; "
-            "call .long() where they are made"
-        )
-    shape = list(position_ids.shape)
-    if len(shape) < 2 or shape[-1] != length or (len(shape) == 2 and shape[0] not in (1, batch)):
-        raise LayoutError(
-            f"position_ids must be [B, K] with one position per token of {batch} rows of {length}, got {shape}"
-        )
-
-
-def ranks(documents: Tensor) -> Tensor:
-    """How many earlier tokens of its row each token shares its document with, ``Int[B, K]``."""
-    order = documents.argsort(dim=1, stable=True)
-    ordered = documents.gather(1, order)
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(order)
-    starts = torch.cat([torch.ones_like(ordered[:, :1], dtype=torch.bool), ordered.diff(dim=1) != 0], 1)
-    rank = index - torch.where(starts, index, 0).cummax(1).values
-    return torch.empty_like(rank).scatter_(1, order, rank)
+    text = (
+        f"{name} must keep the tokens of each document together in a model that counts distances over the whole row; "
+        "sort the tokens by document, or give each document a row of its own, with padding"
+    )
+    if not readable(documents):
+        if torch.compiler.is_compiling():
+            torch._assert_async(together(documents, live), text)  # noqa: SLF001
+    elif not bool(together(documents, live)):
+        raise LayoutError(text)
 
 
 def segmented(q_ids: Tensor, kv_ids: Tensor) -> MaskLayout:
@@ -255,9 +249,10 @@ def check_whole(name: str, documents: Tensor, live: Tensor | None) -> None:
     hole = live & (before >= 0) & (index - before > 1) & ~_borders(documents, live)
     if bool(hole.any()):
         row, column = hole.nonzero()[0].tolist()
+        rule = "attention_mask must be whole" if name == "attention_mask" else f"{name} and attention_mask must agree"
         raise LayoutError(
-            f"{name} and attention_mask must agree, got a masked token inside a document in row {row}, column "
-            f"{column - 1}; padding belongs before or after a document"
+            f"{rule}, got a masked token inside a document in row {row}, column {column - 1}; "
+            "padding belongs before or after a document"
         )
 
 

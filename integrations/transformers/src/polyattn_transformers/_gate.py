@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from polyattn import LayoutError
+from polyattn._layout.segments import ranks
 from polyattn_transformers import _documents
 from polyattn_transformers._backends import PREFIX
 from polyattn_transformers._documents import SEGMENTS, readable
+from polyattn_transformers._inputs import check_mask, check_positions
 from polyattn_transformers._packing import PackedMask, check_size
-from polyattn_transformers._parts import Parts, parts_of
+from polyattn_transformers._parts import Parts, polyattn_parts
 
 Arguments = dict[str, Any]
 
@@ -30,19 +32,32 @@ _PICTURES = ("pixel_values", "image_", "video_", "audio_", "input_features", "se
 
 def install() -> None:
     """Put the gate in front of every model of transformers; what runs on another implementation passes as it is."""
+    # A method, since Dynamo of torch 2.10 hands a module to no function whose result is a constant.
+    PreTrainedModel.polyattn_parts = polyattn_parts  # type: ignore[attr-defined]
     PreTrainedModel.__call__ = _gated  # type: ignore[method-assign]
 
 
 def _gated(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    implementation = getattr(self.config, "_attn_implementation", None)
-    if isinstance(implementation, str) and implementation.startswith(PREFIX):
-        parts = parts_of(self)
+    if _runs_here(self):
+        parts: Parts = self.polyattn_parts(id(self))  # type: ignore[operator]
         given = dict(zip(parts.names, args, strict=False)) | kwargs
         if _admit(self, parts, given):
             output = nn.Module.__call__(self, **given)
             _mark(given.get("past_key_values"), getattr(output, "past_key_values", None))
             return output
     return nn.Module.__call__(self, *args, **kwargs)
+
+
+def _runs_here(model: PreTrainedModel) -> bool:
+    """Whether the tokens of a text go to attention of polyattn, here or in a part with its own configuration."""
+    if _is_ours(model.config):
+        return True
+    return bool(model.config.sub_configs) and any(map(_is_ours, model.polyattn_parts(id(model)).configs))  # type: ignore[operator]
+
+
+def _is_ours(config: PretrainedConfig) -> bool:
+    implementation = getattr(config, "_attn_implementation", None)
+    return isinstance(implementation, str) and implementation.startswith(PREFIX)
 
 
 def _mark(*caches: Any) -> None:
@@ -71,24 +86,20 @@ def _admit(model: PreTrainedModel, parts: Parts, given: Arguments) -> bool:
         )
     if mask is None and positions is None and not named:
         return False
-    if isinstance(mask, Tensor) and mask.dim() == 4:
-        if named:
-            raise LayoutError(
-                f"attention_mask [B, 1, Q, K] and {', '.join(named)} both say who sees whom; give one of them"
-            )
-        return False
-    if isinstance(mask, Tensor) and mask.dim() < 2:
-        raise LayoutError(
-            f"attention_mask must be [B, K] with one entry per token, or [B, 1, Q, K], got shape {list(mask.shape)}; "
-            "add the batch dimension"
-        )
-    if not (mask is None or isinstance(mask, (Tensor, PackedMask))):
-        return False  # made ahead: by generation, or by the model around this one
+    check_mask(mask)
     batch, length = size
+    if isinstance(mask, PackedMask):
+        check_size(mask, batch, length, length)
+    check_positions(positions, batch, length, axes=parts.takes_axes)
+    ahead = not (mask is None or isinstance(mask, (Tensor, PackedMask)))
+    if ahead or (isinstance(mask, Tensor) and mask.dim() == 4):
+        if named:
+            form = "made ahead" if ahead else "[B, 1, Q, K]"
+            raise LayoutError(f"attention_mask {form} and {', '.join(named)} both say who sees whom; give one of them")
+        return False
     live, numbers = _documents.from_mask(mask, length) if isinstance(mask, Tensor) else (None, None)
     said: list[tuple[str, Tensor]] = []
     if isinstance(mask, PackedMask):
-        check_size(mask, batch, length, length)
         said.append((mask.name, mask.documents))
         live = mask.live
     if (found := _documents.explicit(words, batch, length, length)) is not None:
@@ -97,7 +108,8 @@ def _admit(model: PreTrainedModel, parts: Parts, given: Arguments) -> bool:
         said.append(("attention_mask", numbers))
     if said and not isinstance(mask, PackedMask):
         _documents.check_whole(*said[0], live)
-    evidence = _evidence(model, parts, given, live, size)
+        mask = PackedMask(said[0][1], live, name=said[0][0])
+    evidence = _evidence(model, parts, given, mask, live, size)
     if evidence is not None:
         said.append(("position_ids", evidence))
     for name, documents in said[1:]:
@@ -105,7 +117,7 @@ def _admit(model: PreTrainedModel, parts: Parts, given: Arguments) -> bool:
     if not said:
         return False
     if not isinstance(mask, PackedMask):
-        mask = PackedMask(said[0][1], live, name=said[0][0])
+        mask = PackedMask(said[0][1], live, name=said[0][0])  # said by the positions alone
     if parts.makes_masks:
         _refuse_what_mixes(type(model).__name__, parts, given, mask)
     elif parts.joins_two:
@@ -127,14 +139,21 @@ def _size(given: Arguments) -> tuple[int, int] | None:
 
 
 def _evidence(
-    model: PreTrainedModel, parts: Parts, given: Arguments, live: Tensor | None, size: tuple[int, int]
+    model: PreTrainedModel,
+    parts: Parts,
+    given: Arguments,
+    known: Tensor | PackedMask | None,
+    live: Tensor | None,
+    size: tuple[int, int],
 ) -> Tensor | None:
-    """The documents ``Int[B, Q]`` that position ids describe; ``None`` where they describe none, or are read later."""
+    """The documents ``Int[B, Q]`` that position ids describe; ``None`` where they describe none, or are read later.
+
+    Those that documents known already have describe nothing more.
+    """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     batch, length = size
-    if not isinstance(positions, Tensor) or (isinstance(mask, PackedMask) and positions is mask.positions):
+    if positions is None or (isinstance(known, PackedMask) and _are_of(positions, known)):
         return None
-    _documents.check_positions(positions, batch, length)
     text = positions[0] if positions.dim() == 3 and positions.shape[0] == 4 else positions
     if text.dim() != 2 or length == 1 or not (parts.makes_masks or "position_ids" not in parts.names):
         return None
@@ -162,6 +181,13 @@ def _evidence(
             "document a cached key belongs; pack into a forward without earlier tokens"
         )
     return found
+
+
+def _are_of(positions: Tensor, mask: PackedMask) -> bool:
+    """Whether positions are known to be those that documents have."""
+    if positions is mask.positions:
+        return True
+    return positions.dim() == 2 and readable(positions) and bool((positions == mask.positions).all())
 
 
 def _earlier(cache: Any) -> int | None:
@@ -195,6 +221,15 @@ def _mixing(parts: Parts, given: Arguments) -> str | None:
 def _refuse_what_mixes(model: str, parts: Parts, given: Arguments, mask: PackedMask) -> None:
     if (reason := _mixing(parts, given)) is not None:
         _refuse(model, reason)
+    if parts.relative:
+        _documents.check_together(mask.name, mask.documents, mask.live)
+    length = mask.shape[1]
+    if parts.scales_from is not None and length >= parts.scales_from:
+        _refuse(
+            model,
+            f"it scales queries by the place of a token in the row from {parts.scales_from} tokens on, and a row has "
+            f"{length}",
+        )
     if parts.turns and readable(mask.documents):
         lengths = mask.lengths()
         for length, always in parts.turns:
@@ -227,13 +262,23 @@ def _number(model: str, parts: Parts, given: Arguments, mask: PackedMask) -> Non
             )
         positions = mask.positions
     if parts.makes_masks and parts.first_position and positions.dim() == 2:
+        own = _behind_padding(parts.first_position, given.get("input_ids"), mask)
         # packed() counts from 0 and cannot know where a model starts.
-        positions = positions + parts.first_position * (positions == mask.positions).all()
-        starts = positions.expand_as(mask.positions)[mask.positions == 0].unique() if readable(positions) else ()
-        if any(start != parts.first_position for start in starts):
+        positions = torch.where((positions == mask.positions).all(), own, positions)
+        starts = mask.positions.expand_as(positions) == 0
+        if readable(positions) and not torch.equal(positions[starts], own.expand_as(positions)[starts]):
             raise LayoutError(
                 f"position_ids must start at {parts.first_position} with each document for {model}, which keeps the "
-                f"lower ones for padding, got {[int(start) for start in starts]}; leave position_ids to "
+                f"lower ones for padding, got {positions[starts].unique().tolist()}; leave position_ids to "
                 "polyattn_transformers.packed(...)"
             )
     given["position_ids"] = positions
+
+
+def _behind_padding(first: int, tokens: Tensor | None, mask: PackedMask) -> Tensor:
+    """The positions that a model like RoBERTa gives the tokens of a document: padding tokens in it are not counted."""
+    if tokens is None:
+        return mask.positions + first
+    padding = tokens == first - 1
+    counted = ranks(mask.documents.long() * 2 + padding)
+    return torch.where(padding, first - 1, counted + first)

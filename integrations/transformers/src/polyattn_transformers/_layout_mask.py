@@ -21,6 +21,7 @@ from polyattn import (
     MaskLayout,
     PreparedAttention,
 )
+from polyattn._layout.checks import as_device
 from polyattn_transformers import _documents
 from polyattn_transformers._documents import Segments
 from polyattn_transformers._no_tensor import NoTensor
@@ -90,9 +91,8 @@ class LayoutMask(NoTensor):
 
     def to(self, device: torch.device | str | None = None, *_: Any, **__: Any) -> LayoutMask:
         """The mask on ``device``, made once for all layers there; a dtype changes nothing."""
-        if not isinstance(device, (str, torch.device)) or self.device in (None, torch.device(device)):
+        if not isinstance(device, (str, torch.device)) or self.device in (None, target := as_device(device)):
             return self
-        target = torch.device(device)
         if target not in self._moved:
             self._moved[target] = LayoutMask(
                 self.layout.to(target),
@@ -141,8 +141,6 @@ class LayoutMask(NoTensor):
 
     def narrow(self, batch: int, window: int | None, position_ids: Tensor | None, segments: Segments) -> MaskLayout:
         """The layout with the layer's window and with documents that were described elsewhere than in the mask."""
-        if self.refusal is not None:
-            raise LayoutError(self.refusal)
         layout = with_own_window(self.layout, window)
         q_len, kv_len = layout.q_len, layout.kv_len
         found = _documents.explicit(segments, batch, q_len, kv_len)
@@ -156,6 +154,9 @@ class LayoutMask(NoTensor):
         if found is not None:
             name, q_ids, kv_ids = found
             _documents.check_whole(name, q_ids, self.live)
+            rules: Any = layout.visibility
+            if callable(rules) or {"window", "chunk_size"} & rules.given():
+                _documents.check_together(name, q_ids, self.live)
             if inferred is not None:
                 _documents.check_agree((name, "position_ids"), q_ids, inferred, self.live)
             return layout & _documents.segmented(q_ids, kv_ids)

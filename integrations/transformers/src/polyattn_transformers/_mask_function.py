@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
-from polyattn import LayoutError
+from polyattn import LayoutError, MaskLayout
 from polyattn_transformers._build import Span, layout_of
-from polyattn_transformers._documents import readable
+from polyattn_transformers._documents import check_together, readable
 from polyattn_transformers._layout_mask import LayoutMask
 from polyattn_transformers._packing import PackedMask, check_size
 from polyattn_transformers._pattern import MaskFunction, Pattern, read_pattern
@@ -59,6 +59,8 @@ def layout_mask(
         return _handed_back(attention_mask, q_length, kv_length)
     span = Span(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
     pattern = read_pattern(mask_function)
+    if pattern.refusal is not None:  # sizes may be wrong for the same reason: a window of 0 shortens what a cache keeps
+        return LayoutMask(MaskLayout.full(q_length, max(kv_length, 0)), batch=batch_size, refusal=pattern.refusal)
     if isinstance(attention_mask, PackedMask):
         return _packed_mask(attention_mask, pattern, span)
     if pattern.causal:
@@ -68,7 +70,7 @@ def layout_mask(
     documents = None
     if pattern.documents is not None:
         documents = ("position_ids", span.queries("packed sequence mask", pattern.documents))
-    return LayoutMask(layout, batch=batch_size, live=live, documents=documents, refusal=pattern.refusal)
+    return LayoutMask(layout, batch=batch_size, live=live, documents=documents)
 
 
 def _handed_back(mask: LayoutMask, q_len: int, kv_len: int) -> LayoutMask:
@@ -85,13 +87,17 @@ def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask
     packed = packed.to(span.device)
     documents = (packed.name, packed.documents)
     given = pattern.given()
+    if given & {"opaque", "documents", "blocks"}:
+        check_together(packed.name, packed.documents, packed.live)
     if given <= {"causal", "window"}:
         layout = packed.layout(causal=pattern.causal).with_window(pattern.window)
-    elif "chunk" in given:
-        layout = layout_of(dataclasses.replace(pattern, documents=packed.documents), span, packed.live)
+    elif given & {"chunk", "window"} and not given & {"documents", "blocks"}:
+        places = packed.positions if "chunk" in given else packed.places
+        pattern = dataclasses.replace(pattern, documents=packed.documents)
+        layout = layout_of(pattern, span, packed.live, places)
     else:
         layout = packed.layout(causal=False) & layout_of(pattern, span, None)
-    return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents, refusal=pattern.refusal)
+    return LayoutMask(layout, batch=span.batch, live=packed.live, documents=documents)
 
 
 def _check_length(attention_mask: Tensor | None, span: Span) -> None:

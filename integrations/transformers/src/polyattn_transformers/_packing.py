@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,9 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask
-from polyattn_transformers._documents import ranks
+from polyattn._layout.checks import as_device
+from polyattn._layout.segments import ranks, together
+from polyattn_transformers._documents import readable
 from polyattn_transformers._no_tensor import NoTensor
 
 Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
@@ -42,17 +43,17 @@ def packed(
     Raises:
         LayoutError: the description contradicts itself, or ``device`` is not a device.
     """
-    target = None if device is None else _device(device)
+    target = None if device is None else as_device(device)
     ways: dict[str, Any] = {
         "cu_seqlens": cu_seqlens,
         "document_ids": document_ids,
         "position_ids": position_ids,
     }
-    causal = MaskLayout.packed(lengths, **ways, causal=True)
-    visibility: Any = causal.visibility
-    mask = PackedMask(visibility.q_segments, layouts={True: causal})
+    visibility: Any = MaskLayout.packed(lengths, **ways, causal=True).visibility
+    mask = PackedMask(visibility.q_segments)
+    for causal in (True, False):
+        mask.layout(causal=causal)  # both ahead of the forward, which may be traced
     mask = mask if target is None else mask.to(target)
-    mask.layout(causal=False)  # both ahead of the forward, which may be traced
     return {"attention_mask": mask, "position_ids": mask.positions}
 
 
@@ -88,6 +89,7 @@ class PackedMask(NoTensor):
         self.name = name
         self._layouts = layouts or {}
         self._positions: Tensor | None = None
+        self._together: bool | None = None
 
     @property
     def positions(self) -> Tensor:
@@ -96,11 +98,28 @@ class PackedMask(NoTensor):
             self._positions = ranks(self.documents)
         return self._positions
 
+    @property
+    def places(self) -> Tensor | None:
+        """:attr:`positions`, unless the tokens of each document lie together: then the row has the same distances.
+
+        Where nobody may look, documents are taken as scattered.
+        """
+        if self._together is None and readable(self.documents):
+            self._together = bool(together(self.documents, self.live))
+        return None if self._together else self.positions
+
     def layout(self, *, causal: bool) -> MaskLayout:
-        """Who sees whom in attention that is causal or sees both ways; made once."""
+        """Who sees whom in attention that is causal or sees both ways, at which distance; made once."""
         if causal not in self._layouts:
-            ids, length = self.documents, self.documents.shape[1]
-            mask = StructuredMask(causal=causal, q_segments=ids, kv_segments=ids, kv_valid=self.live)
+            ids, length, places = self.documents, self.documents.shape[1], self.places
+            mask = StructuredMask(
+                causal=causal,
+                kv_valid=self.live,
+                q_segments=ids,
+                kv_segments=ids,
+                q_positions=places,
+                kv_positions=places,
+            )
             self._layouts[causal] = MaskLayout(length, length, visibility=mask)
         return self._layouts[causal]
 
@@ -133,11 +152,12 @@ class PackedMask(NoTensor):
 
     def to(self, device: torch.device | str | None = None, *_: Any, **__: Any) -> PackedMask:
         """The mask on ``device``; a dtype, which transformers asks for too, changes nothing."""
-        if device is None or not isinstance(device, (str, torch.device)) or torch.device(device) == self.device:
+        if not isinstance(device, (str, torch.device)) or as_device(device) == self.device:
             return self
         layouts = {causal: layout.to(device) for causal, layout in self._layouts.items()}
         moved = PackedMask(self.documents.to(device), name=self.name, layouts=layouts)
         moved.live = None if self.live is None else self.live.to(device)
+        moved._together = self._together
         return moved
 
     def cumsum(self, *_: Any, **__: Any) -> Tensor:
@@ -172,14 +192,6 @@ def check_size(mask: PackedMask, batch: int, q_len: int, kv_len: int) -> None:
             f"packed documents must cover the tokens of the call, got {total} tokens in documents, {q_len} queries and "
             f"{kv_len} keys; a cache with earlier tokens (or a static one) takes no packed batch"
         )
-
-
-def _device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        text = f"device must be a device of torch, such as 'cuda' or torch.device('cuda'), got {reprlib.repr(device)}"
-        raise LayoutError(text) from error
 
 
 def _apart_from_padding(documents: Tensor, live: Tensor) -> Tensor:

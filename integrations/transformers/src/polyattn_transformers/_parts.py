@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 #: Names of layers that mix tokens in another way than by asking which tokens each may see.
 MIXERS = re.compile(
@@ -20,6 +20,8 @@ MIXERS = re.compile(
 )
 #: What numbers the tokens of RoBERTa and its relatives: positions start behind that of padding.
 _NUMBERS_TOKENS = frozenset({"create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds"})
+#: What takes positions of two axes and does not say so by its rotary module.
+_TWO_AXES = "NeoMME"
 _MAKES_MASK = re.compile(r"(create|update|prepare|make)\w*mask")
 
 
@@ -34,10 +36,13 @@ class Parts:
         relative: whether it knows positions by the distance of tokens only.
         first_position: the position of the first token of a document.
         several_axes: whether it derives positions of several axes from pictures.
+        takes_axes: whether it takes positions of several axes, ``[A, B, K]``.
         joins_two: whether it has an encoder and a decoder.
         mixers: layers that mix tokens in another way than attention does, each as ``name (class)``.
         turns: context lengths beyond which its rotation changes for all tokens of a forward, and whether it goes on
             changing from there.
+        scales_from: the place in the row from which it scales queries by it; ``None``: it does not.
+        configs: the configurations of the models inside through which the tokens of a text go.
     """
 
     names: tuple[str, ...]
@@ -46,9 +51,12 @@ class Parts:
     relative: bool
     first_position: int
     several_axes: bool
+    takes_axes: bool
     joins_two: bool
     mixers: tuple[str, ...]
     turns: tuple[tuple[int, bool], ...]
+    scales_from: int | None
+    configs: tuple[PretrainedConfig, ...]
 
 
 Asking = TypeVar("Asking", bound="Callable[..., Parts]")
@@ -71,8 +79,8 @@ def asks_interface(kind: type[Any]) -> bool:
 
 
 @cast("Callable[[Asking], Asking]", torch._dynamo.assume_constant_result)  # noqa: SLF001 (a model keeps its parts)
-def parts_of(model: PreTrainedModel) -> Parts:
-    """What ``model`` is made of, looked at once."""
+def polyattn_parts(model: PreTrainedModel, _identity: int) -> Parts:
+    """What ``model`` is made of, looked at once; a graph that asked for ``id(model)`` serves this model alone."""
     if model not in _known:
         _known[model] = _look(model)
     return _known[model]
@@ -83,6 +91,10 @@ def _look(model: PreTrainedModel) -> Parts:
     parameters = inspect.signature(kind.forward).parameters
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     own = dict(_own_modules("", model))
+    scales = [place for module in own.values() if (place := _scales_from(module)) is not None]
+    texts = {id(module.config): module.config for module in own.values() if isinstance(module, PreTrainedModel)}
+    axes = any(getattr(module, "mrope_section", None) for module in model.modules())
+    pictures = any(hasattr(module, "get_rope_index") for module in model.modules())
     inner = any(isinstance(module, PreTrainedModel) for module in model.modules() if module is not model)
     return Parts(
         names=tuple(name for name, parameter in parameters.items() if parameter.kind in plain)[1:],
@@ -90,10 +102,13 @@ def _look(model: PreTrainedModel) -> Parts:
         takes_positions="position_ids" in parameters,
         relative=any(hasattr(module, "relative_attention_bias") for module in own.values()),
         first_position=max((_first_position(module) for module in own.values()), default=0),
-        several_axes=any(hasattr(module, "get_rope_index") for module in model.modules()),
+        several_axes=pictures,
+        takes_axes=pictures or axes or kind.__name__.startswith(_TWO_AXES),
         joins_two="decoder_input_ids" in parameters,
         mixers=tuple(f"{name} ({type(module).__name__})" for name, module in own.items() if _mixes(module)),
         turns=tuple(sorted({turn for module in own.values() for turn in _turns(module)})),
+        scales_from=min(scales, default=None),
+        configs=tuple(texts.values()),
     )
 
 
@@ -129,6 +144,12 @@ def _first_position(module: nn.Module) -> int:
         return 0
     numbers = any(_NUMBERS_TOKENS & set(function.__code__.co_names) for function in functions_of(type(module)))
     return padding + 1 if numbers else 0
+
+
+def _scales_from(module: nn.Module) -> int | None:
+    """From which place in the row a layer without rotation scales its queries by it (Llama 4)."""
+    scales = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+    return int(getattr(module, "floor_scale", 1)) if scales else None
 
 
 def _turns(module: nn.Module) -> Iterator[tuple[int, bool]]:

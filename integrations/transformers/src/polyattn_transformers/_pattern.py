@@ -79,7 +79,7 @@ def read_pattern(function: MaskFunction) -> Pattern:
     return Pattern(
         function,
         causal=causal,
-        window=min(windows, default=None),
+        window=min(windows) if windows else None,
         chunk=found.get("chunk", [None])[0],
         valid=tuple(found.get("valid", ())),
         documents=found.get("documents", [None])[0],

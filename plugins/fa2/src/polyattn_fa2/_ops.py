@@ -61,10 +61,14 @@ def flash(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, settings: Setti
         Output ``[B, Hq, Q, Dv]`` and FP32 LSE ``[B, Hq, Q]``; 0 and ``-inf`` in rows of no sequence.
     """
     s, how = sequences, settings
-    output, lse, _ = _Flash.apply(
+    inputs = (
         q, k, v, s.calls, s.q_offsets, s.k_offsets, s.q_rows, s.q_slots, s.k_rows,
-        how.provider, how.scale, how.softcap, how.dropout, how.deterministic, how.lse_grad,
+        how.provider, how.scale, how.softcap, how.dropout, how.deterministic,
     )  # fmt: skip
+    if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        output, lse, _ = _run_forward(*inputs)
+        return output, lse
+    output, lse, _ = _Flash.apply(*inputs, how.lse_grad)
     # Without a gradient of q and k it depends on nothing that has one.
     return output, lse if q.requires_grad or k.requires_grad else lse.detach()
 
@@ -83,8 +87,7 @@ def width_with_lse_gradient(head_dim: int, v_head_dim: int) -> int:
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *inputs, _lse_grad = args
-        return (_forward_op if _must_be_opaque(args[0]) else _forward)(*inputs)
+        return _run_forward(*args[:-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -107,6 +110,12 @@ class _Flash(torch.autograd.Function):
         run = _backward_op if _must_be_opaque(q) else _backward
         grads = run(grad, grad_lse, q, k, v, output, *others, *ctx.constants)
         return (*grads, *(None,) * 12)
+
+
+def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    run = _forward_op if _must_be_opaque(inputs[0]) else _forward
+    result: tuple[Tensor, Tensor, Tensor] = run(*inputs)
+    return result
 
 
 def _must_be_opaque(x: Tensor) -> bool:

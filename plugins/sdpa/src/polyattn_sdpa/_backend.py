@@ -135,7 +135,7 @@ class SdpaBackend(BackendBase):
             q, scale = (q * -1.0, -scale) if scale <= -_TINY else (q * scale, 1.0)
         if plan.path == "plain":
             output = scaled_dot_product_attention(
-                q, k, v, plan.mask, is_causal=plan.causal, scale=scale, enable_gqa=request.group > 1
+                q, k, v, plan.mask, is_causal=plan.causal, scale=scale, **_grouped(request)
             )
             return AttentionResult(output)
         dead, unseen, mask = plan.dead, plan.unseen, plan.mask
@@ -250,9 +250,14 @@ def _selections_in_blocks(
     return dead, unseen
 
 
+def _grouped(request: AttentionRequest) -> dict[str, bool]:
+    # A graph with symbolic sizes compares symbolic numbers of heads; torch's kernels take no symbolic boolean.
+    return {"enable_gqa": True} if request.group > 1 else {}
+
+
 def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, request: AttentionRequest) -> Tensor:
     output, _ = torch.ops.aten._scaled_dot_product_attention_math(  # noqa: SLF001
-        q, k, v, mask, request.dropout, False, scale=scale, enable_gqa=request.group > 1
+        q, k, v, mask, request.dropout, False, scale=scale, **_grouped(request)
     )
     assert isinstance(output, Tensor)
     return output

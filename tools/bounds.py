@@ -1,6 +1,6 @@
-"""Print the oldest version of each package that the distributions accept, as constraints for pip.
+"""Print the oldest or the newest versions that the distributions accept, as constraints for pip.
 
-    python tools/oldest.py > oldest.txt && pip install --constraint oldest.txt ...
+    python tools/bounds.py oldest > oldest.txt && pip install --constraint oldest.txt ...
 
 The numbers are read from the ``pyproject.toml`` of every distribution; ``make nightly`` tests the workspace with them.
 """
@@ -8,6 +8,7 @@ The numbers are read from the ``pyproject.toml`` of every distribution; ``make n
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,16 +30,20 @@ def requirements(folder: str) -> Iterator[Requirement]:
         yield from (need for need in map(Requirement, needs) if not need.name.startswith("polyattn"))
 
 
-def oldest() -> dict[str, Version]:
-    """The lowest version that every distribution of the workspace accepts, of each package."""
+def bounds(operator: str) -> dict[str, set[Version]]:
+    """The versions behind ``operator`` in the requirements of all distributions of the workspace, of each package."""
     lines = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
-    bounds: dict[str, Version] = {}
+    found = defaultdict(set)
     for folder in (line.removeprefix("-e ").strip() for line in lines if line.startswith("-e ")):
         for need in requirements(folder):
-            (bound,) = (Version(part.version) for part in need.specifier if part.operator == ">=")
-            bounds[need.name] = max(bound, bounds.get(need.name, bound))
-    return bounds
+            found[need.name] |= {Version(part.version) for part in need.specifier if part.operator == operator}
+    return {name: versions for name, versions in sorted(found.items()) if versions}
 
 
 if __name__ == "__main__":
-    sys.stdout.writelines(f"{name}=={version}\n" for name, version in sorted(oldest().items()))
+    if sys.argv[1:] == ["oldest"]:
+        sys.stdout.writelines(f"{name}=={max(versions)}\n" for name, versions in bounds(">=").items())
+    elif sys.argv[1:] == ["newest"]:
+        sys.stdout.writelines(f"{name}<{min(versions)}\n" for name, versions in bounds("<").items())
+    else:
+        sys.exit(__doc__)
