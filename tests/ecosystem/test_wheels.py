@@ -47,7 +47,6 @@ def wheels(tmp_path_factory):
         "plugins/sdpa",
         "plugins/flex",
         "plugins/fa2",
-        "plugins/rope/default",
     ):
         checked(
             sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT / source
@@ -66,10 +65,9 @@ def installed(request, wheels, environment):
     """The name of the only backend that is there: its wheel and whatever that declares, core among it."""
     name = request.param
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", environment / "python")
-    wanted = (DISTRIBUTIONS[name], "polyattn-rope-default")
-    checked(*pip, "install", "--quiet", "--no-index", "--find-links", wheels, *wanted)
+    checked(*pip, "install", "--quiet", "--no-index", "--find-links", wheels, DISTRIBUTIONS[name])
     yield name
-    checked(*pip, "uninstall", "--quiet", "--yes", "polyattn", *wanted)
+    checked(*pip, "uninstall", "--quiet", "--yes", "polyattn", DISTRIBUTIONS[name])
 
 
 def test_core_needs_torch_and_what_finds_plugins(wheels):
@@ -103,7 +101,7 @@ sys.modules |= dict.fromkeys(("click", "rich", "yaml", "packaging", "copier", "p
 
 def test_only_the_installed_backend_is_listed(environment, installed):
     code = "import json, polyattn; print(json.dumps([polyattn.backends.names(), polyattn.rope_variants.names()]))"
-    assert json.loads(checked(environment / "python", "-c", TORCH_ONLY + code)) == [[installed], ["default"]]
+    assert json.loads(checked(environment / "python", "-c", TORCH_ONLY + code)) == [[installed], []]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from polyattn.kernels import DTYPES
 
+from polyattn.kernels import DTYPES
 from polyattn_cli.layouts import COUNT, LARGEST, build, layout_options
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
-from polyattn.kernels import features_of
 
 from polyattn import (
     FEATURES,
@@ -19,6 +18,7 @@ from polyattn import (
     Reason,
     UnsupportedAttentionError,
 )
+from polyattn.kernels import features_of
 from polyattn_conformance.bounds import assert_within, expected_results
 from polyattn_conformance.case import INFER, INFER_LSE, TRAIN, TRAIN_LSE, Case, Mode, evaluate, make_case
 from polyattn_conformance.failure import CheckFailed, require
