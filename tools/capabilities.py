@@ -128,8 +128,8 @@ def page() -> str:
     return f"""# What each backend does
 
 `python tools/capabilities.py` writes this page from the backends' own answers; do not edit it. "yes" means that the
-numbers equal the FP64 reference within the bounds of the [conformance kit](conformance.md), which runs what is declared here
-and asserts that the rest is refused. Everything else is refused before any work, with the reasons below; `polyattn
+numbers equal the FP64 reference within the bounds of the [conformance kit](conformance.md), which runs what is declared
+here and asserts that the rest is refused. Everything else is refused before any work, with the reasons below; `polyattn
 explain` and `polyattn.explain(layout, request)` give them for your own layout and request.
 
 The questions about layouts are in bfloat16 without gradients, those about features under a causal layout. Heads are 64
