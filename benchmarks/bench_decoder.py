@@ -1,6 +1,6 @@
 """A whole decoder on our attention against the same weights in transformers with ``attn_implementation="sdpa"``.
 
-    python benchmarks/bench_decoder.py [--rounds 3] [--length 4096] [--json FILE]
+    python benchmarks/bench_decoder.py [--rounds 3] [--length 4096] [--only overhead] [--json FILE]
 
 12 layers, hidden 512, 8 query heads over 2 KV heads, FP32, eight packed documents, a window of 512 on five layers of
 six: Qwen3 with ``layer_types``. Everything but attention is the peer's own modules on both sides. Three figures:
@@ -28,6 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from polyattn import AttentionScope, AttentionSpec, GroupedQueryAttention, MaskLayout, QKNorm, RopeSpec, apply_rotary
 
 LAYERS, VOCABULARY, WINDOW, DOCUMENTS = 12, 512, 512, 8
+FIGURES = ("overhead", "training", "memory of half the length", "memory")
 
 
 def peer_of(layers=LAYERS):
@@ -68,7 +69,7 @@ class Ours(nn.Module):
         hidden = self.body.embed_tokens(tokens)
         scope = AttentionScope(layout)
         for attention in self.attention:
-            attention.prefill(scope, hidden, positions)
+            attention.fill(scope, hidden, positions)
         for attention, block in zip(self.attention, self.body.layers, strict=True):
             hidden = hidden + attention(block.input_layernorm(hidden), scope, positions)
             hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
@@ -156,7 +157,7 @@ def overhead(rounds=200, calls=20):
     layer = GroupedQueryAttention(32, 4, 2, 8, rope=rope, qk_norm=norm, backend="sdpa")
     hidden, positions = torch.randn(1, 8, 32, requires_grad=True), torch.arange(8)[None]
     scope = AttentionScope(MaskLayout.causal(8))
-    layer.prefill(scope, hidden, positions)
+    layer.fill(scope, hidden, positions)
     tables = scope.rotary(layer.rotary, positions)
     parts = [getattr(layer, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
 
@@ -180,6 +181,7 @@ def overhead(rounds=200, calls=20):
     return {
         "bare us": statistics.median(pair[0] for pair in pairs),
         "overhead us": statistics.median(pair[1] - pair[0] for pair in pairs),
+        "of bare, %": statistics.median((pair[1] - pair[0]) / pair[0] for pair in pairs) * 100,
         "overhead us, least": min(pair[1] for pair in pairs) - min(pair[0] for pair in pairs),
     }
 
@@ -187,9 +189,10 @@ def overhead(rounds=200, calls=20):
 @click.command()
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--length", default=4096, show_default=True)
+@click.option("--only", type=click.Choice(FIGURES), help="One of the figures.")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Where to write the figures.")
 @click.option("--step-of", type=click.Choice(["transformers", "polyattn"]), hidden=True)
-def main(rounds, length, path, step_of):
+def main(rounds, length, only, path, step_of):
     """Compare a decoder on our attention with the same weights in transformers."""
     if step_of:
         step = steps_of(peer_of(), length)[step_of]
@@ -199,12 +202,10 @@ def main(rounds, length, path, step_of):
         click.echo(resident("VmHWM") - before)
         return
     figures = []
-    for name, measure in {
-        "overhead": overhead,
-        "training": lambda: train(length, rounds),
-        "memory of half the length": lambda: memory(length // 2),
-        "memory": lambda: memory(length),
-    }.items():
+    measures = (overhead, lambda: train(length, rounds), lambda: memory(length // 2), lambda: memory(length))
+    for name, measure in zip(FIGURES, measures, strict=True):
+        if only not in (None, name):
+            continue
         found = measure()
         click.echo(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
         figures.append({"what": name, **found})

@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from polyattn.registry import discovery, hooks
+from polyattn.registry.permissions import ALLOW, DISABLE, trust
 from polyattn.registry.registry import Registry, backends, rope_variants
-from polyattn.registry.trust import ALLOW, DISABLE, trust
 from tiny_dists import TinyDist, tiny_backend
 
 

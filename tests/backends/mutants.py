@@ -57,7 +57,7 @@ def _structured(layout, **changes):
     )
 
 
-def _dead(prepared):
+def _fully_masked(prepared):
     return prepared.layout.rows_without_keys(prepared.request.device)
 
 
@@ -122,14 +122,14 @@ class ChunksIgnored(Mutant):
 
 
 class PaddingIgnored(Mutant):
-    caught_by = ("dead_rows[left_padding]", "values[padding_both_ways]")
+    caught_by = ("fully_masked_rows[left_padding]", "values[padding_both_ways]")
 
     def layout(self, layout):
         return _structured(layout, kv_valid=None)
 
 
 class ActiveQueriesIgnored(Mutant):
-    caught_by = ("dead_rows[inactive]",)
+    caught_by = ("fully_masked_rows[inactive]",)
 
     def layout(self, layout):
         return dataclasses.replace(layout, active_queries=None)
@@ -143,7 +143,7 @@ class MaskSharedAcrossBatch(Mutant):
 
 
 class MaskSharedAcrossHeads(Mutant):
-    caught_by = ("values[dense_heads]", "dead_rows[per_head]")
+    caught_by = ("values[dense_heads]", "fully_masked_rows[per_head]")
 
     def hidden(self, layout, request):
         return super().hidden(layout, request)[:, :1]
@@ -325,7 +325,13 @@ class LSEDetachedInMixedLoss(Mutant):
 
 
 class DeadRowsAveraged(Mutant):
-    caught_by = ("dead_rows[first]", "dead_rows[middle]", "dead_rows[last]", "dead_rows[all]", "values[element]")
+    caught_by = (
+        "fully_masked_rows[first]",
+        "fully_masked_rows[middle]",
+        "fully_masked_rows[last]",
+        "fully_masked_rows[all]",
+        "values[element]",
+    )
 
     def plan(self, layout, request):
         state = super().plan(layout, request)
@@ -333,20 +339,24 @@ class DeadRowsAveraged(Mutant):
 
 
 class DeadRowsZeroedByMultiplication(Mutant):
-    caught_by = ("dead_rows[middle]", "dead_rows[left_padding]", "dead_rows[inactive_padding]")
+    caught_by = ("fully_masked_rows[middle]", "fully_masked_rows[left_padding]", "fully_masked_rows[inactive_padding]")
 
     def plan(self, layout, request):
         state = super().plan(layout, request)
         return EagerState(state.hidden, dataclasses.replace(state.blocked, rows=None, keys=None))
 
     def result(self, result, prepared):
-        dead = _dead(prepared)
-        output = result.output * ~dead.unsqueeze(-1)
-        return AttentionResult(output, None if result.lse is None else result.lse.masked_fill(dead, -torch.inf))
+        masked = _fully_masked(prepared)
+        output = result.output * ~masked.unsqueeze(-1)
+        return AttentionResult(output, None if result.lse is None else result.lse.masked_fill(masked, -torch.inf))
 
 
 class UnseenKeysPoison(Mutant):
-    caught_by = ("dead_rows[unseen_keys]", "dead_rows[right_padding]", "dead_rows[padded_cache]")
+    caught_by = (
+        "fully_masked_rows[unseen_keys]",
+        "fully_masked_rows[right_padding]",
+        "fully_masked_rows[padded_cache]",
+    )
 
     def plan(self, layout, request):
         state = super().plan(layout, request)
@@ -356,16 +366,16 @@ class UnseenKeysPoison(Mutant):
 class RowsKilledByBiasKeepTheirNaN(Mutant):
     """What the mask hides is overwritten; what it hides together with the bias is only hidden."""
 
-    caught_by = ("dead_rows_bias",)
+    caught_by = ("fully_masked_rows_bias",)
 
     def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
         if bias is None:
             return super().attend(q, k, v, prepared, sinks=sinks)
         hidden = prepared.state.hidden | bias.isneginf()
-        dead = hidden.all(-1)
-        result = super().attend(q, k, v, prepared, bias=bias.masked_fill(dead.unsqueeze(-1), 0.0))
-        output = result.output.masked_fill(dead.unsqueeze(-1), 0.0)
-        return AttentionResult(output, None if result.lse is None else result.lse.masked_fill(dead, -torch.inf))
+        masked = hidden.all(-1)
+        result = super().attend(q, k, v, prepared, bias=bias.masked_fill(masked.unsqueeze(-1), 0.0))
+        output = result.output.masked_fill(masked.unsqueeze(-1), 0.0)
+        return AttentionResult(output, None if result.lse is None else result.lse.masked_fill(masked, -torch.inf))
 
 
 class RowsOfNaNLookDead(Mutant):
@@ -384,25 +394,27 @@ class NaNHiddenInItsValue(Mutant):
 
 
 class DeadRowLSEZero(Mutant):
-    caught_by = ("dead_rows[first]", "dead_rows[per_head]")
+    caught_by = ("fully_masked_rows[first]", "fully_masked_rows[per_head]")
 
     def result(self, result, prepared):
         lse = result.lse
-        return AttentionResult(result.output, None if lse is None else lse.masked_fill(_dead(prepared), 0.0))
+        return AttentionResult(result.output, None if lse is None else lse.masked_fill(_fully_masked(prepared), 0.0))
 
 
 class DeadRowLSEInfinite(Mutant):
-    caught_by = ("dead_rows[last]", "empty[no_keys]")
+    caught_by = ("fully_masked_rows[last]", "empty[no_keys]")
 
     def result(self, result, prepared):
         lse = result.lse
-        return AttentionResult(result.output, None if lse is None else lse.masked_fill(_dead(prepared), torch.inf))
+        return AttentionResult(
+            result.output, None if lse is None else lse.masked_fill(_fully_masked(prepared), torch.inf)
+        )
 
 
 class IncomingGradientOfDeadRowsSpreads(Mutant):
-    """Outputs are right; a NaN that comes back into a dead row goes everywhere."""
+    """Outputs are right; a NaN that comes back into a fully masked row goes everywhere."""
 
-    caught_by = ("dead_rows[middle]", "dead_rows[inactive]")
+    caught_by = ("fully_masked_rows[middle]", "fully_masked_rows[inactive]")
 
     def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
         result = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)

@@ -50,7 +50,7 @@ def test_bias_gradient_of_a_row_killed_by_mask_and_bias_together_is_exactly_zero
     leaves = [x.requires_grad_() for x in (q, k, v, bias)]
     result = attention(q, k, v, MaskLayout.causal(4), backend="eager", bias=bias, return_lse=True)
     assert not result.output[:, :, 2].any()
-    # A NaN that comes back into the dead row reaches nothing.
+    # A NaN that comes back into the fully masked row reaches nothing.
     incoming = torch.ones_like(result.output)
     incoming[:, :, 2] = torch.nan
     grad_lse = torch.ones_like(result.lse)
@@ -111,7 +111,7 @@ def test_an_fp32_bias_is_added_to_bf16_scores_in_fp32():
     torch.testing.assert_close(result.output.double(), want, rtol=2e-2, atol=2e-2)
 
 
-def test_layouts_without_dead_rows_and_unseen_keys_pay_for_none():
+def test_layouts_without_fully_masked_rows_and_unseen_keys_pay_for_none():
     q, k, v = _qkv()
     request = AttentionRequest.of(q, k, v)
     eager = backends.get("eager")

@@ -123,7 +123,7 @@ def test_unequal_widths_are_bit_equal(widths):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_beside_a_dead_one_are_bit_equal(dtype):
+def test_rows_beside_a_fully_masked_one_are_bit_equal(dtype):
     visible = torch.ones(9, 9).tril().bool()
     visible[4] = False
     layout = MaskLayout.dense(visible)

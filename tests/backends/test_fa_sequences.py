@@ -29,17 +29,17 @@ def seen_by_kernel(plan, batch, q_len, kv_len):
     """Which key each query sees ``[B, Q, K]`` when the kernels do what they are documented to do with the calls."""
     s = plan.sequences
     seen = torch.zeros(batch * q_len, batch * kv_len, dtype=torch.bool)
-    if s.q_offsets is None:
+    if s.cu_seqlens_q is None:
         (call,) = calls_of(s.calls)
         s = dataclasses.replace(
             s,
-            q_offsets=torch.arange(batch + 1) * q_len,
-            k_offsets=torch.arange(batch + 1) * kv_len,
+            cu_seqlens_q=torch.arange(batch + 1) * q_len,
+            cu_seqlens_k=torch.arange(batch + 1) * kv_len,
         )
-        assert (call.sequences, call.max_q, call.max_k) == (batch, q_len, kv_len)
+        assert (call.sequences, call.max_seqlen_q, call.max_seqlen_k) == (batch, q_len, kv_len)
     at = at_q = at_k = 0
     for call in calls_of(s.calls):
-        q_ends, k_ends = (x[at : at + call.sequences + 1].tolist() for x in (s.q_offsets, s.k_offsets))
+        q_ends, k_ends = (x[at : at + call.sequences + 1].tolist() for x in (s.cu_seqlens_q, s.cu_seqlens_k))
         assert q_ends[-1] == call.slots
         assert k_ends[-1] == call.keys
         rows = torch.arange(batch * q_len) if call.all_queries else s.q_rows[at_q : at_q + call.queries]
@@ -47,12 +47,12 @@ def seen_by_kernel(plan, batch, q_len, kv_len):
         keys = torch.arange(batch * kv_len) if call.all_keys else s.k_rows[at_k : at_k + call.keys]
         row_of_slot = torch.full((call.slots,), -1)
         row_of_slot[slots] = rows
-        left, right = (x if x < call.max_k else -1 for x in (call.left, call.right))
+        left, right = (x if x < call.max_seqlen_k else -1 for x in (call.left, call.right))
         if max(left, right) >= 0:
-            left, right = (call.max_k if x < 0 else x for x in (left, right))
+            left, right = (call.max_seqlen_k if x < 0 else x for x in (left, right))
         for q0, q1, k0, k1 in zip(q_ends, q_ends[1:], k_ends, k_ends[1:], strict=False):
-            assert q1 - q0 <= call.max_q
-            assert k1 - k0 <= call.max_k
+            assert q1 - q0 <= call.max_seqlen_q
+            assert k1 - k0 <= call.max_seqlen_k
             for slot in range(q0, q1):
                 if row_of_slot[slot] < 0:
                     continue
@@ -67,7 +67,7 @@ def seen_by_kernel(plan, batch, q_len, kv_len):
     grid = seen.view(batch, q_len, batch, kv_len)
     inside = torch.stack([grid[b, :, b] for b in range(batch)])
     assert inside.sum() == seen.sum(), "a query sees keys of another batch row"
-    return inside if plan.dead is None else inside & ~plan.dead[:, 0]
+    return inside if plan.rows is None else inside & ~plan.rows[:, 0]
 
 
 def assert_same(layout, batch):
@@ -147,5 +147,5 @@ def test_a_gap_between_queries_and_keys_costs_no_fillers_and_fits_int32(gap, sid
             ran += 1
             for call in calls_of(plan_of(layout, batch=3).sequences.calls):
                 assert call.slots <= call.queries + call.sequences * (q_len + kv_len)
-                assert max(call.left, call.right, call.max_q, call.max_k) <= 2 * (q_len + kv_len)
+                assert max(call.left, call.right, call.max_seqlen_q, call.max_seqlen_k) <= 2 * (q_len + kv_len)
     assert ran > 20

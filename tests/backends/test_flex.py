@@ -70,26 +70,42 @@ def _qkv(length=8, *, dtype=torch.float32, grad=False):
     return [torch.randn(1, 2, length, 8, generator=generator).to(dtype).requires_grad_(grad) for _ in range(3)]
 
 
-_INFERENCE_ONLY = f"need a CUDA device, since the compiled CPU kernel is inference only; {_UNCOMPILED}"
-_NO_LSE = "need a CUDA device, since the compiled CPU kernel returns no LSE"
-_NO_DROPOUT = "need a backend with the ability 'dropout', which 'flex_attention' does not have"
+_LACKS = "which 'flex_attention' does not have"
+_INFERENCE_ONLY = f"{_LACKS}; use a CUDA device, since the compiled CPU kernel is inference only; or {_UNCOMPILED}"
+_NO_LSE = f"{_LACKS}; use a CUDA device, since the compiled CPU kernel returns no LSE"
+_FOR_SINKS = f"{_NO_LSE}, which sinks are applied with; or {_UNCOMPILED}"
 REFUSALS = {
-    "training": ({"needs_grad": True}, f"grad: got needs_grad=True on cpu, {_INFERENCE_ONLY}"),
-    "lse": ({"needs_lse": True}, f"lse: got needs_lse=True on cpu, {_NO_LSE}; {_UNCOMPILED}"),
+    "training": (
+        {"needs_grad": True},
+        f"grad: got needs_grad=True, need a backend with the ability 'grad', {_INFERENCE_ONLY}",
+    ),
+    "lse": (
+        {"needs_lse": True},
+        f"lse: got needs_lse=True, need a backend with the ability 'lse', {_NO_LSE}; or {_UNCOMPILED}",
+    ),
     "lse_gradient": (
         {"needs_lse": True, "needs_lse_grad": True},
-        f"lse_grad: got needs_lse_grad=True on cpu, {_INFERENCE_ONLY}",
+        f"lse_grad: got needs_lse_grad=True, need a backend with the ability 'lse_grad', {_INFERENCE_ONLY}",
     ),
     "sinks": (
         {"has_sinks": True},
-        f"sinks: got sink logits on cpu, {_NO_LSE}, which sinks are applied with; {_UNCOMPILED}",
+        f"sinks: got sink logits, need a backend with the ability 'sinks', {_FOR_SINKS}",
     ),
     "bias_gradient": (
         {"has_bias": True, "needs_bias_grad": True},
-        f"bias_grad: got a bias that requires grad on cpu, {_INFERENCE_ONLY}",
+        f"bias_grad: got a bias that requires grad, need a backend with the ability 'bias_grad', {_INFERENCE_ONLY}",
     ),
-    "dtype": ({"dtype": torch.float64}, f"float64: got float64, need float32, bfloat16 or float16; {_UNCOMPILED}"),
-    "dropout": ({"dropout_p": 0.1, "training": True}, f"dropout: got dropout_p 0.1 in training, {_NO_DROPOUT}"),
+    "dtype": (
+        {"dtype": torch.float64},
+        (
+            f"float64: got float64, need a backend with the ability 'float64', {_LACKS}; cast q, k and v to float32, "
+            f"bfloat16 or float16; or {_UNCOMPILED}"
+        ),
+    ),
+    "dropout": (
+        {"dropout_p": 0.1, "training": True},
+        f"dropout: got dropout_p 0.1 in training, need a backend with the ability 'dropout', {_LACKS}",
+    ),
     "device": (
         {"device": torch.device("meta")},
         "device: got meta, need a CPU or a CUDA device; move q, k and v there",
@@ -109,6 +125,7 @@ def test_what_the_compiled_cpu_kernel_cannot_do_is_refused_by_reason(name):
 @pytest.mark.usefixtures("no_kernel")
 def test_training_on_the_cpu_names_the_backends_that_can():
     q, k, v = _qkv(grad=True)
+    backends.get("eager")  # only what is loaded is asked
     with pytest.raises(UnsupportedAttentionError, match=r"installed backends that can: .*eager") as refusal:
         attention(q, k, v, MaskLayout.causal(8), backend="flex_attention", return_lse=True)
     assert {reason.feature for reason in refusal.value.reasons} == {"grad", "lse", "lse_grad"}

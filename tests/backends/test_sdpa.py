@@ -76,7 +76,7 @@ def test_inactive_queries_cost_a_selection_only_where_they_lie_between_active_on
     for active, selects in ((tail, False), (tail.flip(1), False), (torch.tensor([[True, False] * 3]), True)):
         state = prepare(MaskLayout.causal(6, active_queries=active), *tensors()).state
         assert state.path == "tiles"
-        assert (state.dead is not None) is selects
+        assert (state.rows is not None) is selects
 
 
 def test_a_bias_or_dropout_under_gradients_takes_the_math_path_and_says_so():
@@ -275,7 +275,7 @@ FATAL = {
     "fewer query heads": "attention(rand(1, 1, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(4))",
     "heads that do not divide": "attention(rand(1, 3, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(4))",
     "unequal batches": "attention(rand(2, 2, 4, 8), rand(1, 2, 4, 8), rand(1, 2, 4, 8), L.full(4))",
-    "a dead element": "attention(*rand(3, 2, 2, 4, 8), L.dense(torch.zeros(2, 1, 4, 4, dtype=torch.bool)))",
+    "a hidden element": "attention(*rand(3, 2, 2, 4, 8), L.dense(torch.zeros(2, 1, 4, 4, dtype=torch.bool)))",
 }
 
 

@@ -75,11 +75,52 @@ def test_the_rope_of_a_transformers_configuration_is_read():
     assert AttentionConfig(rope=written).layer(0).rope == RopeSpec.from_dict(ROPE)
 
 
-def test_a_rope_dictionary_that_stands_alone_is_refused():
-    """Without the model's class nobody knows its pairing; and its type must not be overlooked."""
-    alone = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0, "head_dim": 8, "max_position_embeddings": 64}
-    with pytest.raises(RopeConfigError, match=r"rope: .*'rope_type' must stand in rope_parameters"):
-        AttentionConfig(rope=alone)
+def test_the_short_form_of_a_rope_is_the_default_variant_on_whole_heads_in_halves():
+    config = AttentionConfig.from_dict({"rope": {"rope_theta": 5e5}, **SIZES})
+    want = {**ROPE, "theta": 5e5, "max_position": 2**31 - 1}
+    assert config.layer(0).rope == RopeSpec.from_dict(want)
+    narrow = AttentionConfig(rope={"rope_theta": 5e5}, head_dim=4, **SIZES)
+    assert narrow.layer(0).rope.rotary_dim == 4
+
+
+def test_the_short_form_of_a_rope_follows_the_sizes_of_each_group():
+    groups = [{"layers": [1], "head_dim": 16}, {"layers": [2], "rope": {"rope_theta": 1e6}}]
+    config = AttentionConfig(rope={"rope_theta": 1e4}, **SIZES, groups=groups)
+    config = pickle.loads(pickle.dumps(dataclasses.replace(config, window=3)))
+    assert [config.layer(i).rope.head_dim for i in range(3)] == [8, 16, 8]
+    assert [config.layer(i).rope.theta for i in range(3)] == [1e4, 1e4, 1e6]
+
+
+@pytest.mark.parametrize(
+    "further", [{"rope_type": "yarn"}, {"rotary_dim": 4}, {"rope_scaling": None}, {"variant": "x"}]
+)
+def test_a_further_key_beside_the_short_form_of_a_rope_is_refused_with_both_full_forms(further):
+    with pytest.raises(
+        RopeConfigError,
+        match=r"^rope: rope_theta alone is the short form \(variant default, the whole head rotates, halves in pairs\) "
+        rf"and must stand alone, got also '{next(iter(further))}'; .*canonical form .*schema_version: 1.*"
+        r"transformers form \(model_type, .*\)$",
+    ):
+        AttentionConfig(rope={"rope_theta": 1e4, **further}, **SIZES)
+
+
+def test_the_short_form_of_a_rope_needs_the_width_of_a_head():
+    for sizes in ({}, {"num_heads": 4}, {"hidden_size": 32}):
+        with pytest.raises(
+            ConfigError,
+            match=r"^rope_theta alone must stand beside the width of a head \(head_dim, or hidden_size and num_heads\)",
+        ):
+            AttentionConfig(rope={"rope_theta": 1e4}, **sizes)
+    with pytest.raises(ConfigError, match=r"hidden_size must be a multiple of num_heads .*; give head_dim"):
+        AttentionConfig(rope={"rope_theta": 1e4}, **{**SIZES, "hidden_size": 30})
+    with pytest.raises(RopeConfigError, match="theta must be a finite float32 number greater than 1, got '10000'"):
+        AttentionConfig(rope={"rope_theta": "10000"}, **SIZES)
+
+
+def test_a_rope_without_a_longest_sequence_is_not_exported():
+    config = AttentionConfig(rope={"rope_theta": 1e4}, **SIZES)
+    with pytest.raises(ConfigError, match=r"^rope.max_position must be the longest sequence .*, got 2147483647, which"):
+        config.to_hf("llama", layers=2)
 
 
 def test_one_fault_keeps_its_own_type():
@@ -108,7 +149,10 @@ def test_sequence_parallelism_is_refused_when_the_config_is_built():
 @pytest.mark.parametrize(
     "data, text",
     [
-        ({"atn_backend": "sdpa"}, r"unknown key 'atn_backend' .* the keys are attn_backend, backend_options, rope"),
+        (
+            {"atn_backend": "sdpa"},
+            r"unknown key 'atn_backend' .* the keys are attn_backend, backend_options, hidden",
+        ),
         ({"attn_backend": 3}, "must be the name of a backend, got 3"),
         ({"attn_backend": "eager", "backend_options": {"x": 1}}, "backend 'eager' has no options, got 'x'"),
         ({"backend_options": ["x"]}, "backend_options must be a mapping, got list"),

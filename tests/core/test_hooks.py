@@ -44,7 +44,7 @@ def info(name):
 def test_without_a_plugin_no_hook_is_installed_and_asking_loads_nothing_again(site):
     reload()
     assert not any(map(hooks.installed, hooks.NAMES))
-    assert hooks._state.implemented == frozenset()
+    assert hooks._state.look.found.names == frozenset()
 
 
 def test_a_plugin_registered_in_code_is_called_with_the_arguments_that_it_names(recorder):
@@ -208,14 +208,14 @@ def test_importing_polyattn_and_listing_load_no_hook(run_python, tmp_path, make_
 
 def test_a_hook_plugin_that_asks_about_hooks_while_it_is_imported_works(site, make_dist):
     source = (
-        "from polyattn.registry import discovery,  hooks\n_hooks.installed('polyattn_prepared')\n"
+        "from polyattn.registry import hooks\nhooks.installed('polyattn_prepared')\n"
         + HOOK
         + "@hookimpl\ndef polyattn_prepared():\n    pass\n"
     )
     make_dist("curious", hooks={"curious": "curious_hooks"}, modules={"curious_hooks.py": source}).unpack(site)
     reload()
     assert hooks.installed("polyattn_prepared")
-    assert hooks._state.implemented == {"polyattn_prepared"}
+    assert hooks._state.look.found.names == {"polyattn_prepared"}
 
 
 def test_an_observer_that_raises_system_exit_stops_nothing(caplog):

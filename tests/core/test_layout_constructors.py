@@ -215,7 +215,7 @@ def test_inactive_queries_see_nothing_in_every_form():
 def test_blocks_leave_out_inactive_ends_and_cover_inactive_holes():
     layout = MaskLayout.causal(6, active_queries=bools("010110"))
     assert layout.to_blocks()[1:].tolist() == [[0, 1, 5, 0, 5, 1, 1]]
-    assert layout.may_have_dead_rows
+    assert layout.may_have_fully_masked_rows
     assert layout.unseen_keys()[0, 0].int().tolist() == [0, 0, 0, 0, 0, 1]
 
 
@@ -326,9 +326,9 @@ def test_positions_that_wrap_are_not_a_run():
     assert layout.to_blocks()[1:].tolist() == [[0, 0, 1, 0, 1, 2**62, 0]]
 
 
-def test_inactive_holes_may_be_dead_rows_and_hide_keys():
+def test_inactive_holes_may_be_fully_masked_rows_and_hide_keys():
     layout = MaskLayout.causal(3, window=1, active_queries=bools("101"))
-    assert layout.may_have_dead_rows
+    assert layout.may_have_fully_masked_rows
     assert layout.may_have_unseen_keys
 
 
@@ -376,7 +376,7 @@ def test_what_has_no_structure_has_no_blocks():
         MaskLayout(q_len=40, kv_len=40, visibility=mask),
     ):
         assert layout.to_blocks() is None
-        assert layout.may_have_dead_rows
+        assert layout.may_have_fully_masked_rows
         assert layout.may_have_unseen_keys
 
 

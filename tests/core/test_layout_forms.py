@@ -73,10 +73,10 @@ def test_a_layout_whose_mask_mod_cannot_pickle_says_so_and_still_copies():
 
 @every_layout
 def test_rows_in_blocks_equal_the_whole(layout, monkeypatch):
-    whole, dead, unseen = layout.to_dense(), ~layout.to_dense().any(-1), ~layout.to_dense().any(-2)
+    whole, rows, unseen = layout.to_dense(), ~layout.to_dense().any(-1), ~layout.to_dense().any(-2)
     monkeypatch.setattr(base, "ROW_BLOCK", 3 * layout.batch * layout.heads * layout.kv_len)
     assert torch.equal(layout.to_dense(), whole)
-    assert torch.equal(layout.rows_without_keys().expand(dead.shape), dead)
+    assert torch.equal(layout.rows_without_keys().expand(rows.shape), rows)
     assert torch.equal(layout.unseen_keys().expand(unseen.shape), unseen)
     assert torch.equal(layout.dense_rows(1, 2), whole[:, :, 1:2])
 
@@ -92,8 +92,8 @@ def test_layouts_are_inputs_of_compiled_functions(name):
     x = torch.ones(layout.q_len, layout.kv_len)
     result = masked(x, layout)
     assert torch.equal(result[0].bool(), layout.to_dense())
-    dead, unseen = layout.rows_without_keys(), layout.unseen_keys()
-    assert torch.equal(result[1].expand(dead.shape), dead)
+    rows, unseen = layout.rows_without_keys(), layout.unseen_keys()
+    assert torch.equal(result[1].expand(rows.shape), rows)
     assert torch.equal(result[2].expand(unseen.shape), unseen)
 
 
@@ -186,7 +186,7 @@ def test_blocks_stay_on_the_host_when_a_layout_moves():
     moved = layout.to("meta")
     assert moved.device == torch.device("meta")
     assert moved.to_blocks() is layout.to_blocks()
-    assert not moved.may_have_dead_rows
+    assert not moved.may_have_fully_masked_rows
     assert moved.with_window(1).to_blocks()[1:].tolist() == layout.with_window(1).to_blocks()[1:].tolist()
     assert moved.rows_without_keys().device.type == "meta"
 
@@ -215,7 +215,9 @@ def test_layouts_compare_by_identity_and_never_change():
     assert {layout: 1}[layout] == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         layout.q_len = 3
-    assert dataclasses.replace(layout, active_queries=torch.tensor([[True, True, False, False]])).may_have_dead_rows
+    assert dataclasses.replace(
+        layout, active_queries=torch.tensor([[True, True, False, False]])
+    ).may_have_fully_masked_rows
 
 
 class Largest(TorchDispatchMode):
@@ -246,7 +248,7 @@ def test_no_integer_temporary_is_as_large_as_the_mask(form, monkeypatch):
     assert 0 < largest.elements <= 2**14
 
 
-def test_dead_rows_and_unseen_keys_of_a_structure_are_linear():
+def test_fully_masked_rows_and_unseen_keys_of_a_structure_are_linear():
     layout = MaskLayout.causal(100_000, window=512)
     with Largest() as largest:
         assert not layout.rows_without_keys().any()

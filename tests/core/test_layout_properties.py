@@ -295,7 +295,7 @@ def test_every_form_equals_the_formula(case):
     assert torch.equal(layout.rows_without_keys().expand(seen.shape[:3]), ~seen.any(3))
     unseen = layout.unseen_keys()
     assert torch.equal(unseen.expand(*seen.shape[:2], layout.kv_len), ~seen.any(2))
-    assert layout.may_have_dead_rows or seen.any(3).all()
+    assert layout.may_have_fully_masked_rows or seen.any(3).all()
     assert layout.may_have_unseen_keys or seen.any(2).all()
     if seen.numel():
         assert torch.equal(flex_mask(layout), seen)
@@ -321,7 +321,7 @@ def test_painted_blocks_equal_the_formula(case):
         assert 0 <= k_start < k_stop <= layout.kv_len
         assert 0 <= b < layout.batch
     if layout.active_queries is None:
-        assert layout.may_have_dead_rows == (not seen.any(3).all())
+        assert layout.may_have_fully_masked_rows == (not seen.any(3).all())
         assert layout.may_have_unseen_keys == (not seen.any(2).all())
 
 

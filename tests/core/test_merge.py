@@ -40,9 +40,9 @@ def grads(output, lse, live, tensors):
 def test_merged_parts_equal_the_whole_in_values_and_gradients(backend):
     q, k, v = tensors()
     visible = torch.rand(2, 1, 6, 10, generator=torch.Generator().manual_seed(1)) < 0.5
-    visible[0, 0, 1, :4] = False  # dead in the first part
-    visible[0, 0, 2] = False  # dead everywhere
-    visible[1, 0, 3, 4:7] = False  # dead in the second part
+    visible[0, 0, 1, :4] = False  # fully masked in the first part
+    visible[0, 0, 2] = False  # fully masked everywhere
+    visible[1, 0, 3, 4:7] = False  # fully masked in the second part
     merged = merge(parts_of(backend, q, k, v, visible, [0, 4, 7, 10]))
     output, lse = reference_attention(q, k, v, visible)
     live = visible.any(-1).expand(2, 4, 6)
@@ -104,7 +104,7 @@ def test_four_zigzag_parts_of_a_packed_layout_equal_the_whole(backend):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-def test_rows_dead_in_every_part_pass_no_gradient_even_from_nan():
+def test_rows_fully_masked_in_every_part_pass_no_gradient_even_from_nan():
     output = torch.zeros(1, 1, 2, 3, requires_grad=True)
     lse = torch.tensor([[[0.0, -torch.inf]]], requires_grad=True)
     merged = merge([AttentionResult(output, lse), AttentionResult(output, lse)])

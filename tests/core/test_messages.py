@@ -156,7 +156,7 @@ def test_every_message_of_core_shows_values_in_short():
     root = Path(polyattn.__file__).parent
     unbounded = []
     for path in root.rglob("*.py"):
-        if path.name == "_numbers.py" or path.is_relative_to(root / "testing"):
+        if path.name == "messages.py" or path.is_relative_to(root / "testing"):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         own = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]

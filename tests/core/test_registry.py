@@ -14,10 +14,11 @@ from polyattn import (
     ConfigError,
     DuplicatePluginError,
     IncompatiblePluginError,
+    PluginNotFoundError,
     UnknownBackendError,
     UnknownRopeVariantError,
-    discovery,
 )
+from polyattn.registry import Registry, discovery, readers, scopes
 from tiny_dists import backend_source
 
 
@@ -151,12 +152,51 @@ def test_a_first_party_name_comes_with_its_pip_command(name, dist, bare):
 def test_a_first_party_rope_variant_comes_with_its_pip_command(monkeypatch):
     empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()), (), 0.0)
     monkeypatch.setattr(discovery, "current", lambda: empty)
-    registry = polyattn.registry.registry.Registry(polyattn.rope_variants._contract)
+    registry = Registry(polyattn.rope_variants._contract)
     for name in ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"):
         said = text_of(registry, name, UnknownRopeVariantError)
         brings = f"`pip install polyattn-rope-{name}` brings it"
         assert said.startswith(f"no RoPE variant named '{name}' is installed; {brings}")
         assert "backend" not in said
+
+
+@pytest.fixture
+def without_readers(monkeypatch):
+    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()), (), 0.0)
+    monkeypatch.setattr(discovery, "current", lambda: empty)
+
+
+@pytest.mark.usefixtures("without_readers")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hf_rope", "no reader named 'hf_rope' is installed; `pip install polyattn-readers` brings it"),
+        (
+            "hf_atention",
+            (
+                "no reader named 'hf_atention' is installed; did you mean 'hf_attention'? "
+                "`pip install polyattn-readers` brings it"
+            ),
+        ),
+        (
+            "gguf",
+            "no reader named 'gguf' is installed; `pip install polyattn-readers` brings hf_rope and hf_attention",
+        ),
+    ],
+)
+def test_an_unknown_reader_names_the_distribution_that_brings_readers(name, said):
+    with pytest.raises(PluginNotFoundError) as error:
+        Registry(readers._contract).get(name)
+    assert str(error.value) == f"{said}; installed: none"
+
+
+def test_a_scope_is_called_one_in_messages():
+    with pytest.raises(PluginNotFoundError, match="no scope named 'ring' is installed"):
+        scopes.get("ring")
+    with pytest.raises(PluginNotFoundError, match="a scope's name must be a str, got 3"):
+        scopes.get(3)
+    with pytest.raises(BackendLoadError, match=r"Fake is not a valid scope: .*Fake lacks make; a scope has name"):
+        Registry(scopes._contract).register("fake", Fake())
 
 
 PEERS_WORDS = {
@@ -300,7 +340,7 @@ def test_a_malformed_string_is_not_registered(isolated_registry):
 
 
 def test_rope_variants_are_checked_by_their_own_contract(isolated_registry):
-    rope = polyattn.registry.registry.Registry(polyattn.rope_variants._contract)
+    rope = Registry(polyattn.rope_variants._contract)
     rope.register("spiral", Variant())
     assert rope.get("spiral").name == "spiral"
     with pytest.raises(BackendLoadError, match=r"Fake is not a valid RoPE variant: .*Fake lacks validate, frequencies"):
@@ -478,26 +518,14 @@ def test_a_failure_is_remembered_until_refresh(site, make_dist, isolated_registr
         del builtins.tries
 
 
-def test_what_a_plugin_registered_is_taken_back_when_its_load_fails(site, make_dist, isolated_registry):
-    before = (
-        "import builtins\nbuiltins.tries = getattr(builtins, 'tries', 0) + 1\n"
-        "builtins.registry.register('extra', 'extra_module:Backend')\n"
-        "if builtins.tries < 2: raise OSError('not yet')"
-    )
-    make_dist.backend("shy-attention", "shy", module="shy_registrar", before=before).unpack(site)
+def test_a_registered_string_that_failed_is_tried_again_after_refresh(site, isolated_registry):
+    isolated_registry.register("lazy", "mended_later:Backend")
+    for _ in range(2):
+        with pytest.raises(BackendLoadError, match="mended_later"):
+            isolated_registry.get("lazy")
+    (site / "mended_later.py").write_text(backend_source("lazy"))
     isolated_registry.refresh()
-    import builtins
-
-    builtins.registry = isolated_registry
-    try:
-        with pytest.raises(BackendLoadError, match="not yet"):
-            isolated_registry.get("shy")
-        assert "extra" not in isolated_registry.names()
-        isolated_registry.refresh()
-        isolated_registry.get("shy")
-        assert "extra" in isolated_registry.names()
-    finally:
-        del builtins.tries, builtins.registry
+    assert isolated_registry.get("lazy").name == "lazy"
 
 
 def test_the_errors_of_the_registry_survive_pickling(isolated_registry):
@@ -518,10 +546,26 @@ def test_what_is_known_about_thousands_of_plugins_is_told_in_time_linear_in_thei
     ]
     scan = discovery.Scan({**dict.fromkeys(discovery.GROUPS, ()), "polyattn.backends": tuple(claims)}, (), 0.0)
     monkeypatch.setattr(discovery, "current", lambda: scan)
-    registry = polyattn.registry.registry.Registry(polyattn.backends._contract)
+    registry = Registry(polyattn.backends._contract)
     compared = []
     monkeypatch.setattr(discovery.Candidate, "__eq__", lambda a, b: compared.append(1) or a is b)
     assert len(registry.infos()) == 4000
     for i in (0, 2000, 3999):
         assert registry.info(f"d{i}:{claims[i].name}").dist == f"d{i}"
     assert len(compared) < 40_000
+
+
+def test_what_is_loaded_is_told_without_importing_anything(site, make_dist, isolated_registry):
+    make_dist.backend("first-attention", "first", module="first_told").unpack(site)
+    make_dist.backend("second-attention", "second", module="second_told").unpack(site)
+    isolated_registry.refresh()
+    isolated_registry.register("ready", changed(name="ready"))
+    isolated_registry.register("lazy", "second_told:Backend")
+    isolated_registry.get("first")
+    assert isolated_registry.loaded() == ("first", "ready")
+    assert "second_told" not in sys.modules
+    isolated_registry.disable(["first"])
+    try:
+        assert isolated_registry.loaded() == ("ready",)
+    finally:
+        isolated_registry.disable([])

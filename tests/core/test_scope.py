@@ -67,6 +67,20 @@ def test_tables_are_shared_by_spec_and_by_position_tensor():
     assert scope.builds["rotary"] == 3
 
 
+def test_what_layers_keep_is_found_by_value_and_by_the_very_tensors():
+    scope, one, other = AttentionScope(MaskLayout.causal(4)), torch.arange(4), torch.arange(4)
+    scope.keep("mine", (1, "x"), "first", one, None)
+    assert scope.find("mine", (1, "x"), one, None) == "first"
+    assert scope.find("mine", (1, "x"), one.detach(), None) == "first"
+    assert scope.find("mine", (1, "x"), other, None) is None
+    assert scope.find("mine", (1, "x"), one, other) is None
+    assert scope.find("mine", (2, "x"), one, None) is None
+    assert scope.find("yours", (1, "x"), one, None) is None
+    scope.keep("mine", (2, "x"), "second", one, None)
+    assert scope.kept("mine") == ["first", "second"]
+    assert scope.builds == {"attention": 0, "rotary": 0}
+
+
 def test_a_subclass_of_the_rotary_module_shares_with_itself_only():
     class Mine(RotaryEmbedding):
         pass

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import MaskLayout, hooks
+from polyattn import MaskLayout
+from polyattn.registry import hooks
 
 # It is not a part of the workspace, so it is not installed.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "chrome_trace" / "src"))

@@ -1,4 +1,4 @@
-"""flex_attention on CUDA: every dtype, gradients, dead rows, LSE, short queries, one kernel for every structure.
+"""flex_attention on CUDA: dtypes, gradients, fully masked rows, LSE, short queries, one kernel for every structure.
 
 Each set of sizes is a kernel to compile (seconds), so the sizes are few.
 """

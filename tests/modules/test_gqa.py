@@ -135,7 +135,7 @@ def test_equal_layers_build_one_mask_and_one_table_whatever_their_number():
     layers = [layer() for _ in range(5)] + [layer(window=3)]
     scope = AttentionScope(MaskLayout.causal(6))
     for module in layers:
-        module.prefill(scope, hidden_of(), POSITIONS)
+        module.fill(scope, hidden_of(), POSITIONS)
     assert scope.builds == {"attention": 2, "rotary": 1}
     for module in layers:
         module(hidden_of(), scope, POSITIONS)
@@ -147,7 +147,7 @@ def test_checkpointing_gives_the_same_gradients_and_builds_nothing_again(reentra
     module = layer(backend="sdpa")
     hidden = hidden_of().requires_grad_()
     scope = AttentionScope(MaskLayout.packed([2, 4]))
-    module.prefill(scope, hidden, POSITIONS)
+    module.fill(scope, hidden, POSITIONS)
     plain = module(hidden, scope, POSITIONS)
     want = torch.autograd.grad(plain.sin().sum(), [hidden, *module.parameters()])
     output = torch.utils.checkpoint.checkpoint(module, hidden, scope, POSITIONS, use_reentrant=reentrant)

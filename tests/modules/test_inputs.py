@@ -44,7 +44,7 @@ def refused(layer, kind=AttentionInputError, **call):
     with pytest.raises(kind) as caught:
         layer(hidden, scope, positions, **rest)
     with pytest.raises(kind):  # filling the scope asks for the same
-        layer.prefill(scope, hidden, positions, **rest)
+        layer.fill(scope, hidden, positions, **rest)
     return str(caught.value)
 
 
@@ -167,7 +167,7 @@ def test_layers_with_rotary_modules_of_their_own_share_no_table_whatever_their_s
 def test_a_frozen_layer_attends_without_asking_for_gradients():
     layer, scope = layer_of().requires_grad_(False), scope_of()
     assert not layer(HIDDEN, scope, POSITIONS).requires_grad
-    (prepared,) = scope._prepared.values()
+    (prepared,) = scope.kept("attention")
     assert not prepared.request.needs_grad
     layer.k_proj.weight.requires_grad_()
     layer(HIDDEN, scope, POSITIONS).sum().backward()

@@ -5,7 +5,8 @@ import dataclasses
 import pluggy
 import pytest
 
-from polyattn import AttentionSpec, ConfigError, QKNorm, Reason, RopeSpec, check_servable, hooks
+from polyattn import AttentionSpec, ConfigError, QKNorm, Reason, RopeSpec, check_servable
+from polyattn.registry import hooks
 
 TARGETS = ["sglang_dflash", "sglang_eagle"]
 ROPE = RopeSpec(

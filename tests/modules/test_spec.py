@@ -2,13 +2,22 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 
 from families import FAMILIES, config_of
-from polyattn import AttentionSpec, ConfigError, QKNorm, RopeConfigError, RopeSpec
+from polyattn import (
+    AttentionConfig,
+    AttentionSpec,
+    ConfigError,
+    GroupedQueryAttention,
+    QKNorm,
+    RopeConfigError,
+    RopeSpec,
+)
 
 FOLDER = Path(__file__).parents[1] / "data" / "specs"
 GOLDEN = sorted(path.stem for path in FOLDER.glob("*.json") if not path.name.endswith(".config.json"))
@@ -28,6 +37,7 @@ FIELDS = {
                 "dropout",
             ),
             *("bias", "output_bias", "softcap", "sinks", "scale"),
+            *("input_size", "layout", "output_gate", "value_norm", "shared_keys_values", "query_scale"),
         ),
         "qk_norm": ("position", "scope", "weighted", "eps"),
     }
@@ -140,6 +150,46 @@ def test_another_version_is_refused(version):
 def test_a_wrong_field_of_the_written_form_is_named(changes, text):
     with pytest.raises(ConfigError, match=text):
         AttentionSpec.from_dict({**golden("qwen3"), **changes})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("input_size", 64, "must be None: an input of another width than hidden_size is not built yet, got 64"),
+        ("layout", "full", "must be None: a layer that names its layout is not built yet, got 'full'"),
+        ("output_gate", "head", "must be None: a gate on the output is not built yet, got 'head'"),
+        ("value_norm", {"eps": 1e-6}, "must be None: a norm of the values is not built yet, got dict"),
+        (
+            *("shared_keys_values", True),
+            "must be False: a layer with the keys and values of another one is not built yet, got True",
+        ),
+        ("shared_keys_values", None, "must be False: .* got None"),
+        ("query_scale", 0.5, "must be None: a factor of queries by their position is not built yet, got 0.5"),
+    ],
+)
+def test_a_field_whose_feature_is_not_built_is_part_of_the_form_and_takes_only_the_value_that_turns_it_off(
+    field, value, text
+):
+    spec = AttentionSpec.from_dict(golden("llama"))
+    for make in (
+        lambda: AttentionSpec.from_dict({**golden("llama"), field: value}),
+        lambda: dataclasses.replace(spec, **{field: value}),
+        lambda: GroupedQueryAttention(32, 4, 2, **{field: value}),
+    ):
+        with pytest.raises(ConfigError, match=f"^{field} {text}$"):
+            make()
+    with pytest.raises(ConfigError, match=f"^{field}: {text}$"):
+        AttentionConfig.from_dict({field: value})
+
+
+def test_configs_and_layers_take_their_fields_and_defaults_from_one_list():
+    spec = AttentionSpec(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=8)
+    assert AttentionConfig(attn_backend="eager", hidden_size=32, num_heads=4, num_kv_heads=2).layer(0).spec == spec
+    assert GroupedQueryAttention(32, 4, 2).spec == spec
+    taken = inspect.signature(GroupedQueryAttention).parameters
+    assert set(taken) >= {field.name for field in dataclasses.fields(AttentionSpec)}
+    with pytest.raises(TypeError, match="takes no argument 'windw'"):
+        GroupedQueryAttention(32, 4, 2, windw=3)
 
 
 @pytest.mark.parametrize("key", ["qk_norm", "has_weight", "schema_version", "sinks", "v_head_dim"])

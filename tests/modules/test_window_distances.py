@@ -102,7 +102,7 @@ def test_a_dflash_draft_sees_the_context_within_its_window():
 def test_a_structure_stays_one_where_positions_step_by_one():
     scope = AttentionScope(MaskLayout.full(8))
     layer(WINDOW)(torch.randn(1, 8, 16).double(), scope, torch.arange(8)[None] + 3)
-    (prepared,) = scope._prepared.values()
+    (prepared,) = scope.kept("attention")
     assert prepared.layout.visibility.q_positions is None
     assert prepared.layout.to_blocks() is not None
 
@@ -110,7 +110,7 @@ def test_a_structure_stays_one_where_positions_step_by_one():
 def test_documents_that_restart_keep_their_structure():
     scope = AttentionScope(MaskLayout.packed([5, 3], causal=False))
     layer(3)(torch.randn(1, 8, 16).double(), scope, torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]))
-    (prepared,) = scope._prepared.values()
+    (prepared,) = scope.kept("attention")
     assert prepared.layout.visibility.q_positions is None
 
 
@@ -118,7 +118,7 @@ def test_a_layout_that_says_where_its_queries_stand_is_believed():
     positions = torch.tensor([[0, 10, 20, 30]])
     scope = AttentionScope(MaskLayout.causal(4))
     layer(2)(torch.randn(1, 4, 16).double(), scope, positions)
-    (prepared,) = scope._prepared.values()
+    (prepared,) = scope.kept("attention")
     assert (prepared.layout.to_dense() == MaskLayout.causal(4, window=2).to_dense()).all()
 
 
@@ -129,7 +129,7 @@ def test_layers_of_one_window_and_other_heads_share_the_narrowed_layout():
     GroupedQueryAttention(16, 4, 2, 8, rope=ROPE, window=WINDOW, backend="sdpa", dtype=torch.float64)(
         hidden, scope, positions
     )
-    first, second = scope._prepared.values()
+    first, second = scope.kept("attention")
     assert first.layout is second.layout
 
 

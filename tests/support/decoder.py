@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         hidden = self.embedding(tokens)
         scope = layout if isinstance(layout, AttentionScope) else AttentionScope(layout)
         for layer in self.layers:
-            layer.attention.prefill(scope, hidden, positions)
+            layer.attention.fill(scope, hidden, positions)
         for layer in self.layers:
             if self.checkpoint is None:
                 hidden = layer(hidden, scope, positions)

@@ -101,7 +101,8 @@ def main():
     found["refused"] = {name: refused(backend) for name, backend in unchanged.items()}
     with fa_stand_in.stand_in():
         found["refused"]["fa"] = refused(FlashBackend(), torch.bfloat16)
-        polyattn_fa2._backend.ABILITIES |= {"dilation"}
+        provider = polyattn_fa2.providers.get("flash_attn")
+        provider.abilities |= {"dilation"}
         found["claimed by fa"] = refused(FlashBackend(), torch.bfloat16)
     claims = [claiming(EagerBackend), claiming(SdpaBackend), claiming(FlexBackend, FlexOptions(compiled=False))]
     found["claimed"] = {backend.name: error_of(backend) for backend in claims}

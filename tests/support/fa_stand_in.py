@@ -2,10 +2,10 @@
 
 Two stand-ins for two packages: :func:`flash_attn` has the functions of ``flash_attn.flash_attn_interface``,
 :func:`torch_varlen` those of ``torch.nn.attention.varlen``. Both accumulate in FP32 and round where the kernels round.
-Both leave NaN outside every sequence (results and gradients) and in queries beyond ``max_q``, give dead rows and rows
-of NaN the LSE ``+inf``, take a reach of ``max_k`` or more for unbounded and an unbounded one beside a bounded one for
-``max_k``, compute ``rowsum(dO * O)`` from the ``O`` they are given, and refuse FP32, int64 offsets, odd or wide heads,
-empty batches and a last stride other than 1.
+Both leave NaN outside every sequence (results and gradients) and in queries beyond ``max_seqlen_q``, give fully masked
+rows and rows of NaN the LSE ``+inf``, take a side of ``max_seqlen_k`` or more for unbounded and an unbounded one beside
+a bounded one for ``max_seqlen_k``, compute ``rowsum(dO * O)`` from the ``O`` they are given, and refuse FP32, int64
+offsets, odd or wide heads, empty batches and a last stride other than 1.
 """
 
 from __future__ import annotations
@@ -138,21 +138,21 @@ def _backward(
 class _Run(NamedTuple):
     """A call over sequences, tensors ``[tokens, H, D]``."""
 
-    q_offsets: Tensor
-    k_offsets: Tensor
-    max_q: int
-    max_k: int
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
     rule: _Rule
     seed: int
 
     def sequences(self, heads: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Rows of queries and of keys, what is visible, and what the dropout keeps."""
         generator = torch.Generator().manual_seed(self.seed)
-        ends = zip(self.q_offsets.tolist(), self.k_offsets.tolist(), strict=True)
+        ends = zip(self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist(), strict=True)
         (q0, k0), *others = ends
         for q1, k1 in others:
             queries, keys = q1 - q0, k1 - k0
-            visible = _visible(queries, keys, self.rule, self.max_q, self.max_k)[: self.max_q]
+            visible = _visible(queries, keys, self.rule, self.max_seqlen_q, self.max_seqlen_k)[: self.max_seqlen_q]
             drawn = torch.rand(heads, len(visible), keys, generator=generator)
             yield slice(q0, q0 + len(visible)), slice(k0, k1), visible, (drawn >= self.rule.dropout).float()
             q0, k0 = q1, k1

@@ -83,8 +83,8 @@ def mixed_precision(rank: int) -> dict[str, Any]:
         **errors,
         "one scope": all(other is scope for other in scopes),
         "builds": scope.builds,
-        "tables": sorted({str(tables.cos.dtype) for _, _, tables in scope._tables}),
-        "requests": sorted({str(prepared.request.dtype) for prepared in scope._prepared.values()}),
+        "tables": sorted({str(tables.cos.dtype) for tables in scope.kept("rotary")}),
+        "requests": sorted({str(prepared.request.dtype) for prepared in scope.kept("attention")}),
     }
 
 

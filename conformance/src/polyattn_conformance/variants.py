@@ -72,12 +72,12 @@ def poisoned(case: Case, poison: float) -> Case:
     """
     step = softmax_step(case.q, case.k, case.v, case.visible, bias=case.bias)
     group = case.q.shape[1] // case.k.shape[1]
-    dead = ~step.live
+    masked = ~step.live
     unseen = ~step.visible.any(-2).unflatten(1, (-1, group)).any(2).unsqueeze(-1)
     return case.change(
-        q=case.q.masked_fill(dead.unsqueeze(-1), poison),
+        q=case.q.masked_fill(masked.unsqueeze(-1), poison),
         k=case.k.masked_fill(unseen, poison),
         v=case.v.masked_fill(unseen, poison),
-        grad_output=case.grad_output.masked_fill(dead.unsqueeze(-1), poison),
-        grad_lse=case.grad_lse.masked_fill(dead, poison),
+        grad_output=case.grad_output.masked_fill(masked.unsqueeze(-1), poison),
+        grad_lse=case.grad_lse.masked_fill(masked, poison),
     )

@@ -20,12 +20,12 @@ from polyattn._errors import UnsupportedAttentionError as UnsupportedAttentionEr
 from polyattn._functional import attention as attention
 from polyattn._layout import MaskLayout as MaskLayout
 from polyattn._layout import StructuredMask as StructuredMask
-from polyattn._lse import apply_sinks as apply_sinks
 from polyattn._lse import merge as merge
 from polyattn._reasons import FEATURES as FEATURES
 from polyattn._reasons import Reason as Reason
 from polyattn._request import AttentionRequest as AttentionRequest
 from polyattn._scope import AttentionScope as AttentionScope
+from polyattn.kernels import apply_sinks as apply_sinks
 from polyattn.registry import Registry as Registry
 from polyattn.registry import backends as backends
 from polyattn.registry import rope_variants as rope_variants

@@ -16,20 +16,14 @@ from torch import Tensor
 from typing_extensions import Self
 
 from polyattn import _boundary, _derivatives
-from polyattn._errors import (
-    AttentionInputError,
-    DuplicatePluginError,
-    UnknownBackendError,
-    UnsupportedAttentionError,
-)
+from polyattn._errors import AttentionInputError, UnsupportedAttentionError
 from polyattn._features import missing_abilities
 from polyattn._layout import MaskLayout
 from polyattn._options import configured_options
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
-from polyattn._tensors import cast_for_autocast, knows_autocast, saveable
-from polyattn.registry import hooks
-from polyattn.select import alternatives
+from polyattn._tensors import accumulation_dtype, cast_for_autocast, knows_autocast, saveable
+from polyattn.registry import hooks, restored
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +101,7 @@ class PreparedAttention:
         request = self.request
         object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
         shape = (request.batch, request.heads, self.layout.q_len, request.v_head_dim)
-        object.__setattr__(self, "_answer", (shape, torch.promote_types(request.dtype, torch.float32)))
+        object.__setattr__(self, "_answer", (shape, accumulation_dtype(request.dtype)))
         kind = request.device.type
         object.__setattr__(self, "autocast_kind", kind if knows_autocast(kind) else None)
         object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
@@ -171,7 +165,8 @@ class PreparedAttention:
         if torch.compiler.is_compiling():
             # Dynamo refuses an autograd function that gets one tensor twice, as when k is v.
             return self.backend.attend(q, k.view_as(k), v.view_as(v), self, bias=bias, sinks=sinks)
-        if self._refusal is not None:
+        refusal = self._refusal
+        if refusal is not None and _derivatives.transforming():
             _derivatives.refuse_transforms(self.backend.name)
         result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
         shape, lse_dtype = self._answer
@@ -184,38 +179,17 @@ class PreparedAttention:
             right = False
         if not right:
             _boundary.raise_wrong_result(result, self.backend.name, self.layout, request)
-        if self._refusal is not None and request.needs_grad:
+        if refusal is not None and request.needs_grad:
             node = output.grad_fn
             if node is not None:
-                node.register_prehook(self._refusal)
+                node.register_prehook(refusal)
             node = None if lse is None else lse.grad_fn
             if node is not None:
-                node.register_prehook(self._refusal)
+                node.register_prehook(refusal)
         return result
 
 
-def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
-    """``backend.prepare``, with the names of the backends that can added to a refusal.
-
-    A plugin that does not inherit :class:`BackendBase` knows no other plugin, so core completes its error.
-
-    Raises:
-        UnsupportedAttentionError: the backend refuses.
-        PolyattnError: it answers with something else than a :class:`PreparedAttention`.
-    """
-    try:
-        prepared = _saved_by_autograd(backend.prepare, layout, request)
-    except UnsupportedAttentionError as refusal:
-        if refusal.alternatives is not None:
-            raise
-        can = alternatives(layout, request, but=backend.name)
-        raise UnsupportedAttentionError(refusal.backend, refusal.reasons, can) from refusal
-    if not isinstance(prepared, PreparedAttention):
-        raise _boundary.wrong_answer(backend.name, "prepare must return a PreparedAttention", type(prepared).__name__)
-    return prepared
-
-
-def _saved_by_autograd(
+def saved_by_autograd(
     build: Callable[[MaskLayout, AttentionRequest], PreparedAttention], layout: MaskLayout, request: AttentionRequest
 ) -> PreparedAttention:
     """``build(layout, request)``, for gradients without tensors of inference mode, which autograd cannot save."""
@@ -229,12 +203,14 @@ class BackendBase:
     """What most backends want around their kernel; inherit it or not.
 
     A subclass sets ``name`` and ``abilities`` and overrides :meth:`plan` and :meth:`attend`. Every feature that a
-    layout and a request use and ``abilities`` lacks is refused without further code.
+    layout and a request use and ``abilities`` lacks is refused without further code; :meth:`abilities_on` is for
+    abilities that depend on the device, :meth:`hint` for what to do about a refusal, and ``polyattn.kernels`` has what
+    kernels share.
 
     Attributes:
         name: the entry point's name.
         api_version: version of the backend protocol that the class was written for.
-        abilities: features that the backend honours (see ``polyattn.testing``).
+        abilities: features that the backend honours on the best device of this machine (see ``polyattn.testing``).
         Options: a frozen dataclass with defaults, or ``None`` when there is nothing to configure.
         options: the instance's options.
     """
@@ -246,6 +222,14 @@ class BackendBase:
 
     def __init__(self, options: Any = None) -> None:
         self.options = options if options is not None or self.Options is None else self.Options()
+
+    def abilities_on(self, device: torch.device) -> frozenset[str]:
+        """The features that the backend honours on ``device``."""
+        return self.abilities
+
+    def hint(self, feature: str, device: torch.device) -> str:
+        """What to do about ``feature``, which :meth:`abilities_on` lacks on ``device``; may be empty."""
+        return ""
 
     def device_reasons(self, device: torch.device) -> tuple[Reason, ...]:
         """Why nothing can run on ``device``: the kernel is absent or broken, or the device is of another kind."""
@@ -259,7 +243,7 @@ class BackendBase:
         """Every reason, device and kernel first."""
         return (
             *self.device_reasons(request.device),
-            *missing_abilities(self.name, self.abilities, layout, request),
+            *missing_abilities(self.name, self.abilities_on(request.device), layout, request, self.hint),
             *self.extra_reasons(layout, request),
         )
 
@@ -268,13 +252,13 @@ class BackendBase:
         _boundary.check_layout_type(layout)
         reasons = self.unsupported(layout, request)
         if reasons:
-            raise UnsupportedAttentionError(self.name, reasons, alternatives(layout, request, but=self.name))
+            raise UnsupportedAttentionError(self.name, reasons)
         _boundary.check_layout(layout, request)
 
         def planned(layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
             return PreparedAttention(self, layout, request, self.plan(layout, request))
 
-        return _saved_by_autograd(planned, layout, request)
+        return saved_by_autograd(planned, layout, request)
 
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> Any:
         """Build the state of a supported, validated layout and request: tensors and static ints only."""
@@ -322,18 +306,4 @@ class BackendBase:
         return f"<backend {self.name}>" if self.options is None else f"<backend {self.name} {self.options}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_restore, (self.name, type(self), self.options))
-
-
-def _restore(name: str, kind: type[BackendBase], options: Any) -> BackendBase:
-    # By name where the registry has the same class, so that a worker shares its own instance; else by class.
-    from polyattn.registry.registry import backends
-
-    try:
-        registered = backends.get(name)
-    except (UnknownBackendError, DuplicatePluginError):
-        registered = None
-    if type(registered) is not kind:
-        return kind(options) if options is not None else kind()
-    assert isinstance(registered, BackendBase)
-    return registered if registered.options == options else registered.configure(options)
+        return (restored, (self.name, type(self), self.options))

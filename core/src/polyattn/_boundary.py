@@ -6,18 +6,16 @@ comparison is against shapes cached at prepare time, so that a correct call cost
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from polyattn._errors import AttentionInputError, LayoutError, PolyattnError
+from polyattn._layout import MaskLayout
 from polyattn._request import AttentionRequest
-from polyattn._tensors import FLOATING, check_qkv
+from polyattn._tensors import FLOATING, accumulation_dtype, check_qkv
 from polyattn.messages import shown
-
-if TYPE_CHECKING:
-    from polyattn._layout import MaskLayout
 
 
 def check_layout_type(layout: object, name: str = "layout") -> None:
@@ -26,8 +24,6 @@ def check_layout_type(layout: object, name: str = "layout") -> None:
     Raises:
         LayoutError: says what it is and how to make a layout of it.
     """
-    from polyattn._layout import MaskLayout
-
     if not isinstance(layout, MaskLayout):
         got = shown(layout) if isinstance(layout, str) else type(layout).__name__
         raise LayoutError(
@@ -53,9 +49,10 @@ def check_layout(layout: MaskLayout, request: AttentionRequest) -> None:
             f"layout.heads must be 1 (the same for all) or the number of query heads, got layout.heads={layout.heads} "
             f"and {request.heads} query heads"
         )
-    if layout.device is not None and layout.device != request.device:
+    device = layout.device
+    if device is not None and device != request.device:
         problems.append(
-            f"layout must be on the device of q, k and v, got {layout.device} and {request.device}; "
+            f"layout must be on the device of q, k and v, got {device} and {request.device}; "
             f"move it with layout.to({shown(str(request.device))})"
         )
     if problems:
@@ -164,7 +161,7 @@ def check_sinks(sinks: Tensor | None, request: AttentionRequest) -> None:
 def raise_wrong_result(result: object, backend: str, layout: MaskLayout, request: AttentionRequest) -> NoReturn:
     """Raise the error that says what about an answer of ``attend`` breaks the conventions."""
     shape = (request.batch, request.heads, layout.q_len, request.v_head_dim)
-    lse_dtype = torch.promote_types(request.dtype, torch.float32)
+    lse_dtype = accumulation_dtype(request.dtype)
     for name, need in (("output", (shape, request.dtype)), ("lse", (shape[:3], lse_dtype))):
         if not hasattr(result, name):
             break

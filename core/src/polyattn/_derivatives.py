@@ -6,6 +6,8 @@ mode, batched gradients and differentiating twice go to a backend with the abili
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -16,13 +18,12 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # noqa: SLF001
 
 
-def refuse_transforms(backend: str) -> None:
-    """Raise inside ``torch.func`` transforms and forward-mode differentiation."""
-    if transforming():
-        raise NotImplementedError(
-            f"backend '{backend}' does not work inside torch.func transforms (grad, vmap, jvp) or forward-mode "
-            "differentiation; use the backend 'eager' there"
-        )
+def refuse_transforms(backend: str) -> NoReturn:
+    """Raise what is said inside ``torch.func`` transforms and forward-mode differentiation (:func:`transforming`)."""
+    raise NotImplementedError(
+        f"backend '{backend}' does not work inside torch.func transforms (grad, vmap, jvp) or forward-mode "
+        "differentiation; use the backend 'eager' there"
+    )
 
 
 def refuse_other_derivatives(backend: str, grads: tuple[Tensor | None, ...]) -> None:

@@ -98,19 +98,33 @@ class UnsupportedAttentionError(PolyattnError, ValueError):
     Attributes:
         backend: name of the backend that refuses.
         reasons: every :class:`Reason`, in the order in which the backend found them.
-        alternatives: names of installed backends that can do the same work.
+        alternatives: names of the loaded backends that can do the same work; ``None`` where nobody asked them.
+        not_asked: names of the installed backends that are not loaded, and so were not asked.
     """
 
-    def __init__(self, backend: str, reasons: Sequence[Reason], alternatives: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        reasons: Sequence[Reason],
+        alternatives: Sequence[str] | None = None,
+        not_asked: Sequence[str] = (),
+    ) -> None:
         self.backend = backend
         self.reasons: tuple[Reason, ...] = tuple(reasons)
         self.alternatives: tuple[str, ...] | None = None if alternatives is None else tuple(alternatives)
+        self.not_asked: tuple[str, ...] = tuple(not_asked)
         lines = [f"backend '{backend}' cannot do this attention:"]
         lines += [f"  - {reason}" for reason in self.reasons]
         if self.alternatives:
             lines.append(f"  installed backends that can: {', '.join(self.alternatives)}")
-        elif self.alternatives is not None:
+        elif self.alternatives is not None and not self.not_asked:
             lines.append("  no installed backend can; `polyattn explain` shows each one's reasons")
+        if self.not_asked:
+            names = ", ".join(self.not_asked)
+            lines.append(
+                f"  not asked, because they are not loaded: {names}; `polyattn explain` or explain(layout, request) "
+                "asks them"
+            )
         super().__init__("\n".join(lines))
 
 

@@ -11,8 +11,9 @@ from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
+    import torch
 
 #: The word for each field of a StructuredMask.
 WORDS = {
@@ -30,73 +31,89 @@ WORDS = {
 
 def features_of(layout: MaskLayout, request: AttentionRequest) -> dict[str, str]:
     """Every feature in use, with the value that was asked for (``{"window": "512", "gqa": "8 over 2 heads"}``)."""
-    return {**dict(_of_layout(layout)), **dict(_of_request(request))}
+    return {**_of_layout(layout), **_of_request(request)}
 
 
 def missing_abilities(
-    backend: str, abilities: frozenset[str], layout: MaskLayout, request: AttentionRequest
+    backend: str,
+    abilities: frozenset[str],
+    layout: MaskLayout,
+    request: AttentionRequest,
+    hint: Callable[[str, torch.device], str] | None = None,
 ) -> tuple[Reason, ...]:
-    """One reason for each feature in use that ``abilities`` lacks."""
+    """One reason for each feature in use that ``abilities`` lacks.
+
+    Args:
+        backend: its name.
+        abilities: what it honours on the request's device.
+        layout: the mask.
+        request: the rest.
+        hint: what to do about a feature on a device.
+    """
+    found = features_of(layout, request)
     return tuple(
-        Reason(
-            code=f"no_{feature}",
-            feature=feature,
-            got=got,
-            need=f"a backend with the ability '{feature}', which '{backend}' does not have",
-        )
-        for feature, got in features_of(layout, request).items()
-        if feature not in abilities
+        [
+            Reason(
+                code=f"no_{feature}",
+                feature=feature,
+                got=got,
+                need=f"a backend with the ability '{feature}', which '{backend}' does not have",
+                hint="" if hint is None else hint(feature, request.device),
+            )
+            for feature, got in found.items()
+            if feature not in abilities
+        ]
     )
 
 
-def _of_layout(layout: MaskLayout) -> Iterator[tuple[str, str]]:
+def _of_layout(layout: MaskLayout) -> dict[str, str]:
+    found: dict[str, str] = {}
     mask: object = layout.visibility
     if isinstance(mask, Tensor):
-        yield "dense", f"Bool{list(mask.shape)}"
+        found["dense"] = f"Bool{list(mask.shape)}"
     elif isinstance(mask, StructuredMask):
         given = mask.given()
         if "causal" not in given:
-            yield "full", "mask without causality"
+            found["full"] = "mask without causality"
         # A field without a word is a word itself, which backends do not declare, so that they refuse it.
-        words: dict[str, list[str]] = {}
         for name in sorted(given):
-            value = getattr(mask, name)
+            value, word = getattr(mask, name), WORDS.get(name, name)
             text = name if isinstance(value, (Tensor, bool)) else f"{name} {value}"
-            words.setdefault(WORDS.get(name, name), []).append(text)
-        for word, texts in words.items():
-            yield word, " and ".join(texts)
+            found[word] = f"{found[word]} and {text}" if word in found else text
     elif callable(mask):
-        yield "mask_mod", getattr(mask, "__name__", type(mask).__name__)
+        found["mask_mod"] = getattr(mask, "__name__", type(mask).__name__)
     else:
-        yield type(mask).__name__, "a description of another kind"
+        found[type(mask).__name__] = "a description of another kind"
     if layout.heads > 1:
-        yield "per_head_mask", f"{layout.heads} masks"
+        found["per_head_mask"] = f"{layout.heads} masks"
     if layout.active_queries is not None:
-        yield "active_queries", "active_queries"
+        found["active_queries"] = "active_queries"
+    return found
 
 
-def _of_request(request: AttentionRequest) -> Iterator[tuple[str, str]]:
+def _of_request(request: AttentionRequest) -> dict[str, str]:
     dtype = str(request.dtype).removeprefix("torch.")
-    yield dtype, dtype
+    found = {dtype: dtype}
     if request.group > 1:
-        yield "gqa", f"{request.heads} query heads over {request.kv_heads} KV heads"
+        found["gqa"] = f"{request.heads} query heads over {request.kv_heads} KV heads"
     if request.head_dim != request.v_head_dim:
-        yield "unequal_width", f"D={request.head_dim}, Dv={request.v_head_dim}"
+        found["unequal_width"] = f"D={request.head_dim}, Dv={request.v_head_dim}"
     if request.has_bias:
-        yield "bias", "a bias"
+        found["bias"] = "a bias"
     if request.needs_bias_grad:
-        yield "bias_grad", "a bias that requires grad"
+        found["bias_grad"] = "a bias that requires grad"
     if request.softcap is not None:
-        yield "softcap", f"softcap {request.softcap}"
+        found["softcap"] = f"softcap {request.softcap}"
     if request.has_sinks:
-        yield "sinks", "sink logits"
+        found["sinks"] = "sink logits"
     if request.needs_lse:
-        yield "lse", "needs_lse=True"
+        found["lse"] = "needs_lse=True"
     if request.needs_lse_grad:
-        yield "lse_grad", "needs_lse_grad=True"
+        found["lse_grad"] = "needs_lse_grad=True"
     if request.needs_grad:
-        yield "grad", "needs_grad=True"
+        found["grad"] = "needs_grad=True"
     if request.dropout > 0:
-        yield "dropout", f"dropout_p {request.dropout} in training"
+        found["dropout"] = f"dropout_p {request.dropout} in training"
     if request.deterministic:
-        yield "deterministic", "deterministic algorithms"
+        found["deterministic"] = "deterministic algorithms"
+    return found

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from polyattn._backend import AttentionBackend, AttentionResult, prepare
+from polyattn._backend import AttentionBackend, AttentionResult
 from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError, LayoutError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 from polyattn.messages import shown
-from polyattn.select import resolve_backend
+from polyattn.select import prepare, resolve_backend
 
 
 def attention(

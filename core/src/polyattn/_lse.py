@@ -1,4 +1,4 @@
-"""What the log-sum-exp is for: combining partial attention, and attention sinks.
+"""What the log-sum-exp is for: combining partial attention.
 
 With parts ``(o_i, l_i)`` the whole is ``l = log(sum_i exp(l_i))`` and ``o = sum_i exp(l_i - l) o_i``: the identity
 behind blockwise and ring attention. Sinks are applied after a merge, since no part's LSE includes them.
@@ -20,7 +20,7 @@ def merge(results: Sequence[AttentionResult]) -> AttentionResult:
 
     Args:
         results: parts with ``output`` ``[B, Hq, Q, Dv]`` and ``lse`` ``[B, Hq, Q]``, all of the same queries. A part
-            whose row saw no key (output 0, LSE ``-inf``) is inert there; a row dead in every part stays dead.
+            whose row saw no key (output 0, LSE ``-inf``) is inert there; a row fully masked in every part stays so.
 
     Returns:
         The merged result in the output dtype of the parts; differentiable in every output and LSE. Weights are
@@ -33,49 +33,14 @@ def merge(results: Sequence[AttentionResult]) -> AttentionResult:
     dtype = outputs[0].dtype
     stacked = torch.stack(lses)
     peak = stacked.detach().amax(dim=0)
-    dead = peak == -torch.inf
-    weights = torch.exp(stacked - torch.where(dead, 0.0, peak))
-    total = torch.where(dead, 1.0, weights.sum(dim=0))
+    masked = peak == -torch.inf
+    weights = torch.exp(stacked - torch.where(masked, 0.0, peak))
+    total = torch.where(masked, 1.0, weights.sum(dim=0))
     merged = sum((w / total).unsqueeze(-1) * o.to(w.dtype) for w, o in zip(weights.unbind(), outputs, strict=True))
     assert isinstance(merged, Tensor)
-    output = torch.where(dead.unsqueeze(-1), 0.0, merged).to(dtype)
-    lse = torch.where(dead, -torch.inf, torch.log(total) + peak)
+    output = torch.where(masked.unsqueeze(-1), 0.0, merged).to(dtype)
+    lse = torch.where(masked, -torch.inf, torch.log(total) + peak)
     return AttentionResult(output, lse)
-
-
-def apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The output of attention with one extra logit per head that takes part in the softmax and carries no value.
-
-    The softmax' denominator grows by ``exp(sink)``, which scales the output by ``sigmoid(lse - sink)``.
-
-    Args:
-        output: ``[B, Hq, Q, Dv]`` without sinks.
-        lse: ``[B, Hq, Q]`` of the same scores, differentiable where gradients are wanted; sinks excluded.
-        sinks: floating ``[Hq]``.
-
-    Returns:
-        ``[B, Hq, Q, Dv]`` in the dtype of ``output``; exactly 0, with zero gradients, where ``lse`` is ``-inf``.
-
-    Raises:
-        AttentionInputError: shapes or devices do not fit each other, or an argument is not a tensor.
-    """
-    given = {"output": output, "lse": lse, "sinks": sinks}
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise AttentionInputError(
-                f"{name} must be a tensor, got {type(x).__name__}"
-                + ("; run the attention with return_lse=True" if name == "lse" else "")
-            )
-    fits = output.dim() == 4 and lse.shape == output.shape[:3] and sinks.shape == output.shape[1:2]
-    if not fits or not output.device == lse.device == sinks.device:
-        shapes = ", ".join(f"{name} {tuple(x.shape)} on {x.device}" for name, x in given.items())
-        raise AttentionInputError(
-            f"output, lse and sinks must be [B, Hq, Q, Dv], [B, Hq, Q] and [Hq] on one device, got {shapes}"
-        )
-    dead = lse == -torch.inf
-    gate = torch.sigmoid(torch.where(dead, 0.0, lse) - sinks.to(lse.dtype)[:, None])
-    scaled = output.to(lse.dtype) * gate.unsqueeze(-1)
-    return torch.where(dead.unsqueeze(-1), 0.0, scaled).to(output.dtype)
 
 
 def _parts(results: object) -> tuple[list[Tensor], list[Tensor]]:

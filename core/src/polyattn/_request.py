@@ -99,10 +99,9 @@ class AttentionRequest:
                 "softcap must be a positive finite number or None, got "
                 f"{shown(self.softcap)}{self._limit(self.softcap)}; None turns it off"
             )
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
-                problems.append(f"{field.name} must be True or False, got {shown(value)}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name} must be True or False, got {shown(getattr(self, name))}")
         if self.needs_lse_grad and not self.needs_lse:
             problems.append("needs_lse_grad must come with needs_lse=True, got needs_lse=False")
         if self.needs_bias_grad and not self.has_bias:
@@ -178,11 +177,12 @@ class AttentionRequest:
 
         check_qkv(q, k, v)
 
-        def wants_grad(*tensors: torch.Tensor | None) -> bool:
-            return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
-
-        bias_grad = wants_grad(bias)
-        scores_grad = needs_lse and (bias_grad or wants_grad(q, k))
+        grad = torch.is_grad_enabled()
+        bias_grad = grad and getattr(bias, "requires_grad", False)
+        scores_grad = needs_lse and (bias_grad or (grad and (q.requires_grad or k.requires_grad)))
+        any_grad = bias_grad or (
+            grad and (q.requires_grad or k.requires_grad or v.requires_grad or getattr(sinks, "requires_grad", False))
+        )
         return cls(
             batch=q.shape[0],
             heads=q.shape[1],
@@ -197,9 +197,12 @@ class AttentionRequest:
             softcap=softcap,
             has_bias=(bias is not None) if has_bias is None else has_bias,
             has_sinks=(sinks is not None) if has_sinks is None else has_sinks,
-            needs_grad=wants_grad(q, k, v, bias, sinks) if needs_grad is None else needs_grad,
+            needs_grad=any_grad if needs_grad is None else needs_grad,
             needs_bias_grad=bias_grad if needs_bias_grad is None else needs_bias_grad,
             needs_lse=needs_lse,
             needs_lse_grad=scores_grad if needs_lse_grad is None else needs_lse_grad,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         )
+
+
+_FLAGS = tuple(field.name for field in dataclasses.fields(AttentionRequest) if field.type == "bool")

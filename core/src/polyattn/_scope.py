@@ -7,12 +7,12 @@ every module boundary to cast their tensors, which would turn FP32 tables into B
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyattn._backend import AttentionBackend, PreparedAttention, prepare
+from polyattn._backend import AttentionBackend, PreparedAttention
 from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError, LayoutError
 from polyattn._layout import MaskLayout
@@ -21,16 +21,13 @@ from polyattn._layout.operations import is_placed, steps_by_one
 from polyattn._request import AttentionRequest
 from polyattn.messages import shown
 from polyattn.rope import RotaryEmbedding, RotaryTables
-from polyattn.select import resolve_backend
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
+from polyattn.select import prepare, resolve_backend
 
 
 class AttentionScope:
     """Shares prepared attention and rotary tables among the layers of one forward.
 
-    Make one at the top of a model's forward, fill it there (``GroupedQueryAttention.prefill``) and hand it to the
+    Make one at the top of a model's forward, fill it there (``GroupedQueryAttention.fill``) and hand it to the
     layers; let it go with the forward. Filling it inside a checkpointed region cannot be traced.
 
     Args:
@@ -40,12 +37,9 @@ class AttentionScope:
         length: of the sequence (largest position + 1, cached keys included), for rotary specs whose frequencies depend
             on it; a host int, never read off the positions.
 
-    Attributes:
-        memo: what layers found, by their kind and the shapes they were called with; theirs to fill.
-
     Raises:
         LayoutError: a layout is not a :class:`MaskLayout`.
-        AttentionInputError: ``length`` is not a valid length.
+        AttentionInputError: ``length`` is not an int >= 0.
     """
 
     def __init__(
@@ -61,18 +55,15 @@ class AttentionScope:
                 f"length must be an int >= 0, the length of the sequence, or None, got {shown(length)}; "
                 "a host int, never a tensor"
             )
+        self._layout = layout
         self._context_layout = context_layout
         self._length = length
-        self._layouts: list[MaskLayout] = [layout]
-        self._windows: list[tuple[tuple[int, int], Tensor | None, Tensor | None, int]] = []
-        self._prepared: dict[Hashable, PreparedAttention] = {}
-        self._tables: list[tuple[Hashable, Tensor, RotaryTables]] = []
-        self.memo: dict[Hashable, Any] = {}
+        self._kept: dict[str, list[tuple[object, tuple[object, ...], Any]]] = {}
 
     @property
     def layout(self) -> MaskLayout:
         """The mask of the forward; another forward has another scope."""
-        return self._layouts[0]
+        return self._layout
 
     @property
     def context_layout(self) -> MaskLayout | None:
@@ -87,7 +78,32 @@ class AttentionScope:
     @property
     def builds(self) -> dict[str, int]:
         """How many masks and how many rotary tables were built: ``{"attention": n, "rotary": n}``."""
-        return {"attention": len(self._prepared), "rotary": len(self._tables)}
+        return {kind: len(self.kept(kind)) for kind in ("attention", "rotary")}
+
+    def kept(self, kind: str) -> list[Any]:
+        """What was kept of this kind, in the order in which it was built."""
+        return [value for _, _, value in self._kept.get(kind, ())]
+
+    def find(self, kind: str, key: object, *things: object) -> Any:
+        """What was kept under these arguments, or ``None``.
+
+        Args:
+            kind: what sort of thing it is: ``"attention"``, ``"rotary"``, ``"window"``, or a name of the caller's own.
+            key: a value that what was built depends on, compared by ``==``.
+            things: tensors and layouts that it depends on, known again by identity.
+        """
+        for known_key, known_things, value in self._kept.get(kind, ()):
+            if known_key == key:
+                for known, thing in zip(known_things, things, strict=True):
+                    if known is not thing and not _is_alias(known, thing):
+                        break
+                else:
+                    return value
+        return None
+
+    def keep(self, kind: str, key: object, value: Any, *things: object) -> None:
+        """Keep ``value`` for this forward; see :meth:`find`."""
+        self._kept.setdefault(kind, []).append((key, things, value))
 
     def prepare(
         self,
@@ -117,18 +133,21 @@ class AttentionScope:
             UnsupportedAttentionError, LayoutError: see :meth:`AttentionBackend.prepare`.
         """
         resolved = resolve_backend(backend) if isinstance(backend, str) else backend
-        slot = self._slot(layout)
+        if layout is None:
+            layout = self._layout
+        else:
+            check_layout_type(layout)
         if window is not None:
-            slot = self._narrowed(slot, window, positions, kv_positions)
-        key = (resolved, slot, request)
-        found = self._prepared.get(key)
-        if found is None and not request.needs_grad:
+            layout = self._narrowed(layout, window, positions, kv_positions)
+        found = self.find("attention", (resolved, request), layout)
+        if found is None and "attention" in self._kept and not request.needs_grad:
             # The first pass of reentrant checkpointing runs without grad; the state of the real forward serves it.
-            found = self._prepared.get((resolved, slot, dataclasses.replace(request, needs_grad=True)))
+            found = self.find("attention", (resolved, dataclasses.replace(request, needs_grad=True)), layout)
         if found is None:
-            found = prepare(resolved, self._layouts[slot], request)
-            self._prepared[key] = found
-        return found
+            found = prepare(resolved, layout, request)
+            self.keep("attention", (resolved, request), found, layout)
+        prepared: PreparedAttention = found
+        return prepared
 
     def rotary(self, embedding: RotaryEmbedding, positions: Tensor, *, length: int | None = None) -> RotaryTables:
         """The rotary tables of ``embedding`` at ``positions``, built at their first use.
@@ -143,36 +162,23 @@ class AttentionScope:
         if length is None and embedding.needs_length:
             length = self.length
         rule = (embedding.sharing_key(), length)
-        for known_rule, known_positions, known in self._tables:
-            if known_rule == rule and _same_positions(known_positions, positions):
-                return known
-        tables: RotaryTables = embedding(positions) if length is None else embedding(positions, length=length)
-        self._tables.append((rule, positions, tables))
+        tables: RotaryTables | None = self.find("rotary", rule, positions)
+        if tables is None:
+            tables = embedding(positions) if length is None else embedding(positions, length=length)
+            self.keep("rotary", rule, tables, positions)
         return tables
 
-    def _narrowed(self, slot: int, window: int, positions: Tensor | None, kv_positions: Tensor | None) -> int:
-        """The slot of a layout under a window."""
-        layout = self._layouts[slot]
+    def _narrowed(
+        self, layout: MaskLayout, window: int, positions: Tensor | None, kv_positions: Tensor | None
+    ) -> MaskLayout:
+        """The layout under a window."""
         if positions is None or is_placed(layout):
             positions = kv_positions = None
-        asked = (slot, window)
-        for known, known_positions, known_kv_positions, narrowed in self._windows:
-            same = _same_positions(known_positions, positions) and _same_positions(known_kv_positions, kv_positions)
-            if known == asked and same:
-                return narrowed
-        found = self._slot(_windowed(layout, window, positions, kv_positions))
-        self._windows.append((asked, positions, kv_positions, found))
-        return found
-
-    def _slot(self, layout: MaskLayout | None) -> int:
-        if layout is None:
-            return 0
-        for slot, known in enumerate(self._layouts):
-            if known is layout:
-                return slot
-        check_layout_type(layout)
-        self._layouts.append(layout)
-        return len(self._layouts) - 1
+        narrowed: MaskLayout | None = self.find("window", window, layout, positions, kv_positions)
+        if narrowed is None:
+            narrowed = _windowed(layout, window, positions, kv_positions)
+            self.keep("window", window, narrowed, layout, positions, kv_positions)
+        return narrowed
 
 
 def _windowed(layout: MaskLayout, window: int, positions: Tensor | None, kv_positions: Tensor | None) -> MaskLayout:
@@ -213,11 +219,9 @@ def _wide(positions: Tensor) -> Tensor:
     return positions.long() if narrow else positions
 
 
-def _same_positions(known: Tensor | None, given: Tensor | None) -> bool:
-    """Whether ``given`` is the very tensor, or the detached alias that reentrant checkpointing makes of it."""
-    if known is given:
-        return True
-    if known is None or given is None or torch.compiler.is_compiling():
+def _is_alias(known: object, given: object) -> bool:
+    """Whether ``given`` is the detached alias that reentrant checkpointing makes of a tensor."""
+    if torch.compiler.is_compiling() or not isinstance(known, Tensor) or not isinstance(given, Tensor):
         return False
     if known.shape != given.shape or known.dtype is not given.dtype:
         return False

@@ -6,7 +6,6 @@ dtype after the autocast rule. B, Q and K may be 0.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -17,11 +16,18 @@ from polyattn._errors import AttentionInputError
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and of the LSE: FP64 for FP64, FP32 for everything narrower."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 def knows_autocast(kind: str) -> bool:
     """Whether torch answers questions about autocast on devices of type ``kind``, which raise for ``meta``.
 
     Dynamo of torch 2.10 to 2.13 cannot trace this question; what is compiled runs on a device that has autocast.
     """
+    if kind in {"cpu", "cuda"}:  # in every build of torch
+        return True
     return kind != "meta" and (torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind))
 
 
@@ -110,11 +116,10 @@ def saveable(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return value.clone() if value.is_inference() else value
-    named = isinstance(value, tuple) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-    if not named:
+    if not isinstance(value, tuple) and not hasattr(type(value), "__dataclass_fields__"):
         return value
     old = list(value) if isinstance(value, tuple) else list(vars(value).values())
-    new = [saveable(x) for x in old]
+    new: list[Any] = [x if x is None or isinstance(x, int) else saveable(x) for x in old]
     if all(a is b for a, b in zip(old, new, strict=True)):
         return value
     if isinstance(value, tuple):

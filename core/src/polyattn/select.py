@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import operator
+import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from polyattn._boundary import check_layout_type
+from polyattn._backend import AttentionBackend, BackendBase, PreparedAttention, saved_by_autograd
+from polyattn._boundary import check_layout_type, wrong_answer
 from polyattn._errors import AttentionInputError, ConfigError, LayoutError, PolyattnError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 from polyattn.messages import shown
-from polyattn.registry import hooks
-from polyattn.registry.loading import brief
-from polyattn.registry.registry import backends
-
-if TYPE_CHECKING:
-    from polyattn._backend import AttentionBackend, PreparedAttention
+from polyattn.registry import AUTO, State, backends, brief, hooks
 
 _logger = logging.getLogger("polyattn")
 
-AUTO = "auto"
+#: Reasons that another question may not meet: a plugin that failed, not one that refused.
+_MAY_PASS = frozenset({"not_loadable", "fails_when_asked"})
 _OUTSIDE = "{}; name the backend and look it up before: polyattn.backends.get(name)"
 
 
@@ -105,9 +104,31 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
     return Decision(chosen, candidates, f"highest preference, {ranks[chosen]}")
 
 
-def alternatives(layout: MaskLayout, request: AttentionRequest, *, but: str) -> tuple[str, ...]:
-    """Names of the installed backends other than ``but`` that can do the request."""
-    return tuple(name for name in backends.names() if name != but and not reasons_of(name, layout, request))
+def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
+    """``backend.prepare``, with a refusal that says who else can.
+
+    Only backends that are loaded already are asked; the refusal names the others.
+
+    Raises:
+        UnsupportedAttentionError: the backend refuses.
+        PolyattnError: it answers with something else than a :class:`PreparedAttention`.
+    """
+    try:
+        if getattr(type(backend), "prepare", None) in _SAVING:
+            prepared = backend.prepare(layout, request)
+        else:
+            prepared = saved_by_autograd(backend.prepare, layout, request)
+    except UnsupportedAttentionError as refusal:
+        if refusal.alternatives is not None or torch.compiler.is_compiling():
+            raise
+        loaded = backends.loaded()
+        can = [name for name in loaded if name != backend.name and not reasons_of(name, layout, request)]
+        others = [name for name in backends.names() if name not in loaded and name != backend.name]
+        asleep = [name for name in others if backends.info(name).status in {"available", "registered"}]
+        raise UnsupportedAttentionError(refusal.backend, refusal.reasons, can, asleep) from refusal.__cause__
+    if not isinstance(prepared, PreparedAttention):
+        raise wrong_answer(backend.name, "prepare must return a PreparedAttention", type(prepared).__name__)
+    return prepared
 
 
 def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> AttentionBackend:
@@ -139,11 +160,19 @@ def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> Att
 class AutoBackend:
     """The name ``auto``: decides for each layout and request, and hands over to the chosen backend.
 
-    The prepared attention belongs to the chosen backend, so ``prepared.backend.name`` says what runs.
+    The prepared attention belongs to the chosen backend, so ``prepared.backend.name`` says what runs. The same layout
+    object with an equal request, asked again, gets the same backend without asking the others, as long as nothing was
+    registered, installed, allowed or disabled in between and no site has a policy.
     """
 
     name = AUTO
     api_version = 1
+
+    def __init__(self) -> None:
+        #: The last decision about each layout, and in which state of the registry it was made.
+        self._last: weakref.WeakKeyDictionary[MaskLayout, tuple[State, AttentionRequest, AttentionBackend]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
         """Empty when some installed backend can; otherwise one reason for each backend's refusal."""
@@ -153,12 +182,20 @@ class AutoBackend:
         """Prepare with the chosen backend; see :func:`explain` for how it is chosen."""
         if torch.compiler.is_compiling():
             raise ConfigError(_OUTSIDE.format("'auto' cannot decide inside a compiled function"))
+        check_layout_type(layout)
+        state, last = backends.state(), self._last.get(layout)
+        lasting = not hooks.installed("polyattn_select_backend")
+        if lasting and last is not None and last[0] == state and last[1] == request:
+            return prepare(last[2], layout, request)
         decision = explain(layout, request)
         if decision.chosen is None:
             raise UnsupportedAttentionError(AUTO, _refusals(decision), ())
         _log_once(str(decision))
         chosen: AttentionBackend = backends.get(decision.chosen)
-        return chosen.prepare(layout, request)
+        reasons = itertools.chain.from_iterable(decision.candidates.values())
+        if lasting and not any(reason.code in _MAY_PASS for reason in reasons):
+            self._last[layout] = state, request, chosen
+        return prepare(chosen, layout, request)
 
     def attend(
         self, q: Any, k: Any, v: Any, prepared: PreparedAttention, *, bias: Any = None, sinks: Any = None
@@ -172,11 +209,16 @@ class AutoBackend:
     def __hash__(self) -> int:
         return hash(AUTO)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (resolve_backend, (AUTO,))
+
     def __repr__(self) -> str:
         return "<backend auto>"
 
 
 _auto = AutoBackend()
+#: Those that hand on to autograd only what it can save.
+_SAVING = frozenset({BackendBase.prepare, AutoBackend.prepare})
 
 
 def reasons_of(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:

@@ -1,10 +1,11 @@
 """Attention layers on prepared attention: layers, their specs, what serving engines can read, and training configs."""
 
 from polyattn_modules.config import AttentionConfig
+from polyattn_modules.fields import QKNorm
 from polyattn_modules.gqa import GroupedQueryAttention
 from polyattn_modules.norm import RMSNorm
 from polyattn_modules.serving import check_servable
-from polyattn_modules.spec import AttentionSpec, QKNorm
+from polyattn_modules.spec import AttentionSpec
 from polyattn_modules.yaml_files import read_yaml
 
 __all__ = [

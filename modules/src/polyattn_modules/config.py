@@ -3,7 +3,7 @@
 ::
 
     attn_backend: sdpa
-    rope: {schema_version: 1, variant: default, theta: 10000.0, ...}
+    rope: {schema_version: 1, variant: default, theta: 10000.0, ...}    # or, beside sizes, {rope_theta: 10000.0}
     qk_norm: {position: before, scope: head, weighted: true, eps: 1.0e-6}
     window: 512
     groups:
@@ -22,42 +22,37 @@ from typing import Any, TypeVar
 
 import torch
 
-from polyattn import AttentionBackend, ConfigError, PolyattnError, RopeConfigError, RopeSpec, UnsupportedAttentionError
+from polyattn import AttentionBackend, ConfigError, PolyattnError, UnsupportedAttentionError
 from polyattn.messages import listed, shown
-from polyattn.registry import readers
 from polyattn.select import resolve_backend
+from polyattn_modules.fields import FIELDS, SIZES, QKNorm, Structure, problem_of
 from polyattn_modules.groups import LayerGroup, check_group_keys, group_fields, read_layers
-from polyattn_modules.kind import layer_kind
+from polyattn_modules.kind import LayerKind
 from polyattn_modules.layer import LayerAttention
+from polyattn_modules.rope_forms import ShortRope, read_rope
 from polyattn_modules.serving import require_servable
-from polyattn_modules.spec import QKNorm, check_count, problem_of
+from polyattn_modules.spec import check_count, write_hf
 from polyattn_modules.yaml_files import read_yaml
 
 _T = TypeVar("_T")
-#: Keys that only the canonical form of a rotary spec has.
-_CANONICAL_ONLY = ("axes", "interleaved", "original_max_position", "rotary_dim", "schema_version", "variant")
-_SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")
-
-
-_LAYER_FIELDS = (
-    *("attn_backend", "backend_options"),
-    *(field.name for field in dataclasses.fields(LayerAttention) if field.name != "backend"),
-)
+#: What a config says of a layer, and a group of layers may override.
+_LAYER_FIELDS = ("attn_backend", "backend_options", *FIELDS)
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(Structure):
     """The attention of a model, as its training config says it.
+
+    Beside the arguments below it takes every field of :class:`Structure` by its name.
 
     Args:
         attn_backend: name of a backend, ``"auto"``, or a backend object.
         backend_options: options of that backend.
         rope: a :class:`RopeSpec`, its canonical dictionary, what :meth:`RopeSpec.to_hf` writes (the rotary keys of a
             transformers configuration, with ``model_type``, ``head_dim`` and ``max_position_embeddings``), or ``None``.
-            Beside such keys, ``convention`` says how a draft model's are meant; see :meth:`RopeSpec.from_hf`.
+            Beside such keys, ``convention`` says how a draft model's are meant; see :meth:`RopeSpec.from_hf`. Beside
+            sizes, ``{"rope_theta": 10000.0}`` is enough; see :class:`ShortRope`.
         qk_norm: a :class:`QKNorm`, its dictionary, or ``None``.
-        window: keys that a query sees, itself included, or ``None``.
-        dropout, bias, output_bias, softcap, sinks, scale: see :class:`AttentionSpec`.
         hidden_size, num_heads, num_kv_heads, head_dim, v_head_dim: sizes, for a config that says them. Then whole
             layers can be built from it, and what a backend cannot do for them is an error of the config. A config does
             not know the device: that a backend cannot run there, or that its kernel is not installed, is an error of
@@ -75,22 +70,10 @@ class AttentionConfig:
 
     attn_backend: str | AttentionBackend = "auto"
     backend_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    rope: RopeSpec | Mapping[str, Any] | None = None
-    window: int | None = None
-    groups: Sequence[LayerGroup | Mapping[str, Any]] = ()
     _: dataclasses.KW_ONLY
-    qk_norm: QKNorm | Mapping[str, Any] | None = None
-    dropout: float = 0.0
-    bias: bool = False
-    output_bias: bool = False
-    softcap: float | None = None
-    sinks: bool = False
-    scale: float | None = None
-    hidden_size: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    v_head_dim: int | None = None
+    rope: Any = None
+    qk_norm: Any = None
+    groups: Sequence[LayerGroup | Mapping[str, Any]] = ()
     serving_target: str | None = None
     _default: LayerAttention = dataclasses.field(init=False, repr=False, compare=False)
     _resolved: tuple[LayerAttention, ...] = dataclasses.field(init=False, repr=False, compare=False)
@@ -107,11 +90,11 @@ class AttentionConfig:
         resolved = []
         for where, fields in zip(("", *(f"groups[{index}]" for index in range(len(groups)))), layers, strict=True):
             if _FAULTY not in fields.values():
-                layer = LayerAttention(**fields)
-                faults.catch(where, lambda layer=layer: self._check_whole(layer), None, inherited=True)  # type: ignore[misc]
-                resolved.append(layer)
+                layer = faults.catch(where, lambda: self._layer(fields), None, inherited=True)  # noqa: B023
+                resolved += [] if layer is None else [layer]
         faults.raise_all()
-        object.__setattr__(self, "rope", resolved[0].rope)
+        rope = layers[0]["rope"]
+        object.__setattr__(self, "rope", {"rope_theta": rope.theta} if isinstance(rope, ShortRope) else rope)
         object.__setattr__(self, "qk_norm", resolved[0].qk_norm)
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "backend_options", dict(self.backend_options))
@@ -156,12 +139,7 @@ class AttentionConfig:
             RopeConfigError: the class cannot carry a rotary spec.
         """
         self.check_layers(layers)
-        specs = [self.layer(index).spec for index in range(layers)]
-        for spec in dict.fromkeys(specs):
-            if self.serving_target is not None:
-                require_servable(spec, self.serving_target)
-        written: dict[str, Any] = readers.get("hf_attention").write(specs, model_type)
-        return written
+        return write_hf([self.layer(index).spec for index in range(layers)], model_type, self.serving_target)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionConfig:
@@ -172,7 +150,7 @@ class AttentionConfig:
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"the attention config must be a mapping, got {type(data).__name__}")
-        known = [field.name for field in dataclasses.fields(cls) if field.init]
+        known = [*_LAYER_FIELDS, "groups", "serving_target"]
         unknown = [key for key in data if key not in known]
         faults = _Faults()
         if unknown:
@@ -207,18 +185,21 @@ class AttentionConfig:
             fields["attn_backend"] = self.attn_backend
         return fields
 
-    def _check_whole(self, layer: LayerAttention) -> None:
-        """Refuse fields that contradict each other, and what backend or serving engine cannot do with them."""
-        if all(getattr(layer, name) is None for name in _SIZES):
+    def _layer(self, fields: Mapping[str, Any]) -> LayerAttention:
+        """The layer, unless fields contradict each other, or backend or serving engine cannot do them."""
+        rope = fields["rope"]
+        layer = LayerAttention(**{**fields, "rope": rope.spec(fields) if isinstance(rope, ShortRope) else rope})
+        if all(getattr(layer, name) is None for name in SIZES):
             if self.serving_target is not None:
-                raise ConfigError(f"serving_target must come with the sizes {', '.join(_SIZES[:3])}, got none of them")
-            return
+                raise ConfigError(f"serving_target must come with the sizes {', '.join(SIZES[:3])}, got none of them")
+            return layer
         spec = layer.spec
-        reasons = layer_kind(layer.backend, spec).refusals(torch.float32, None)
+        reasons = LayerKind(layer.backend, spec).refusals(torch.float32, None)
         if reasons:
             raise UnsupportedAttentionError(layer.backend.name, reasons)
         if self.serving_target is not None:
             require_servable(spec, self.serving_target)
+        return layer
 
     def _read_groups(self, faults: _Faults) -> tuple[LayerGroup, ...]:
         """The groups; of a faulty one whatever can be read, so that its other fields are looked at too."""
@@ -306,30 +287,12 @@ def _backend(name: Any, options: Any) -> AttentionBackend:
     raise ConfigError(f"must be the name of a backend, got {shown(name)}; `polyattn list` shows the names")
 
 
-def _rope(value: Any) -> RopeSpec | None:
-    if value is None or isinstance(value, RopeSpec):
-        return value
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"must be a mapping or null, got {type(value).__name__}")
-    if "schema_version" in value:
-        return RopeSpec.from_dict(dict(value))
-    canonical = [name for name in _CANONICAL_ONLY if name in value and "model_type" not in value]
-    if canonical:
-        raise RopeConfigError(
-            f"schema_version is missing beside {listed(canonical)}, got the keys {listed(value)}; "
-            f"the canonical form says schema_version: {RopeSpec.SCHEMA_VERSION}, and the transformers form, which has "
-            "none, has rope_type and rope_theta in rope_parameters instead"
-        )
-    config = dict(value)
-    return RopeSpec.from_hf(config, convention=config.pop("convention", "serving"))
-
-
 def _field(name: str, value: Any) -> Any:
     if name == "rope":
-        return _rope(value)
+        return read_rope(value)
     if name == "qk_norm" and value is not None and not isinstance(value, QKNorm):
         return QKNorm.from_dict(value)
-    problem = "" if name in _SIZES and value is None else problem_of(name, value)
+    problem = "" if name in SIZES and value is None else problem_of(name, value)
     if problem:
         raise ConfigError(problem)
     return value

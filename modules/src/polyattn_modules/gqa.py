@@ -6,7 +6,7 @@ value width.
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,22 +17,22 @@ from polyattn import (
     AttentionBackend,
     AttentionResult,
     AttentionScope,
-    ConfigError,
-    RopeSpec,
     RotaryEmbedding,
     UnsupportedAttentionError,
     apply_rotary,
 )
+from polyattn.messages import listed
 from polyattn.registry import AUTO, readers
 from polyattn.rope import rotate_heads
 from polyattn.select import resolve_backend
+from polyattn_modules.fields import FIELDS, QKNorm, structure_of
 from polyattn_modules.inputs import check_attribute, check_dtype, check_making, check_part
-from polyattn_modules.kind import LayerKind, layer_kind
+from polyattn_modules.kind import LayerKind
 from polyattn_modules.norm import RMSNorm
 from polyattn_modules.projections import keys_and_values, load_either_form
 from polyattn_modules.reading import read_scope
 from polyattn_modules.sinks import HeadSinks
-from polyattn_modules.spec import AttentionSpec, QKNorm, problem_of, value_width
+from polyattn_modules.spec import AttentionSpec
 
 
 class GroupedQueryAttention(nn.Module):
@@ -43,21 +43,13 @@ class GroupedQueryAttention(nn.Module):
         num_heads: query heads.
         num_kv_heads: KV heads; query head h reads KV head ``h // (num_heads // num_kv_heads)``.
         head_dim: width of queries and keys per head; ``None`` means ``hidden_size / num_heads``, which must divide.
-        v_head_dim: width of values per head; ``None`` means ``head_dim``.
-        rope: the rotary spec, or ``None``.
-        qk_norm: the norm of queries and keys, or ``None``.
-        window: keys that a query sees, itself included; narrows the layout's own window.
-        dropout: of attention weights, in training.
-        bias: whether the projections of q, k and v have biases.
-        output_bias: whether the output projection has one.
-        softcap: ``c`` in ``c * tanh(scores / c)``.
-        sinks: whether each query head learns a sink logit.
-        scale: factor of the scores, ``head_dim ** -0.5`` by default.
         fused_qkv: whether q, k and v come from one matrix. A state dict of either form loads into either.
         backend: name or object; resolved once, here. The package must be installed now; its kernel (``flash_attn`` for
             ``fa``) when the device is known, see below.
         backend_options: options of that backend.
         device, dtype: of the parameters.
+        structure: every further field of :class:`AttentionSpec` by its name, such as ``rope``, ``qk_norm`` and
+            ``window``. ``v_head_dim`` is ``head_dim`` where it is not given.
 
     Raises:
         ConfigError: the structure contradicts itself; every fault in one message. Or ``fused_qkv``, ``device`` or
@@ -65,7 +57,7 @@ class GroupedQueryAttention(nn.Module):
         UnsupportedAttentionError: the backend cannot do what the layer needs, as far as that is known now. What depends
             on the device, a kernel that is absent there included, is known when ``device`` is given, or the parameters
             lie on an accelerator. A layer built on the CPU may still move, and on ``meta`` it surely does; then
-            :meth:`prefill` or the first forward refuses, before any matrix product.
+            :meth:`fill` or the first forward refuses, before any matrix product.
     """
 
     def __init__(
@@ -75,66 +67,34 @@ class GroupedQueryAttention(nn.Module):
         num_kv_heads: int,
         head_dim: int | None = None,
         *,
-        v_head_dim: int | None = None,
-        rope: RopeSpec | None = None,
-        qk_norm: QKNorm | None = None,
-        window: int | None = None,
-        dropout: float = 0.0,
-        bias: bool = False,
-        output_bias: bool = False,
-        softcap: float | None = None,
-        sinks: bool = False,
-        scale: float | None = None,
         fused_qkv: bool = False,
         backend: str | AttentionBackend = AUTO,
         backend_options: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **structure: Any,
     ) -> None:
         super().__init__()
         check_making(fused_qkv, device, dtype)
-        if head_dim is None:
-            counts = {"hidden_size": hidden_size, "num_heads": num_heads}
-            wrong = [f"{name} {problem}" for name, count in counts.items() if (problem := problem_of(name, count))]
-            if wrong:
-                raise ConfigError("; ".join(wrong))
-            if hidden_size % num_heads:
-                raise ConfigError(
-                    f"hidden_size must be a multiple of num_heads when head_dim is not given, "
-                    f"got hidden_size={hidden_size} and num_heads={num_heads}; give head_dim"
-                )
-            head_dim = hidden_size // num_heads
-        structure = AttentionSpec(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=value_width(head_dim, v_head_dim),
-            rope=rope,
-            qk_norm=qk_norm,
-            window=window,
-            dropout=dropout,
-            bias=bias,
-            output_bias=output_bias,
-            softcap=softcap,
-            sinks=sinks,
-            scale=scale,
-        )
-        kind = layer_kind(resolve_backend(backend, backend_options), structure)
-        spec = kind.spec  # one object for all layers of this kind, so that their rotary specs are one object too
+        unknown = structure.keys() - FIELDS.keys()
+        if unknown:
+            raise TypeError(f"GroupedQueryAttention takes no argument {listed(sorted(unknown))}")
+        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        spec = AttentionSpec.of({**sizes, **structure})
+        kind = LayerKind(resolve_backend(backend, backend_options), spec)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self._widths = widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * spec.v_head_dim)
+        width = spec.head_dim
+        self._widths = widths = (num_heads * width, num_kv_heads * width, num_kv_heads * spec.v_head_dim)
         if fused_qkv:
-            self.qkv_proj = nn.Linear(hidden_size, sum(widths), bias=bias, **made)
+            self.qkv_proj = nn.Linear(hidden_size, sum(widths), bias=spec.bias, **made)
         else:
-            self.q_proj = nn.Linear(hidden_size, widths[0], bias=bias, **made)
-            self.k_proj = nn.Linear(hidden_size, widths[1], bias=bias, **made)
-            self.v_proj = nn.Linear(hidden_size, widths[2], bias=bias, **made)
-        self.o_proj = nn.Linear(num_heads * spec.v_head_dim, hidden_size, bias=output_bias, **made)
+            for name, size in zip(("q_proj", "k_proj", "v_proj"), widths, strict=True):
+                setattr(self, name, nn.Linear(hidden_size, size, bias=spec.bias, **made))
+        self.o_proj = nn.Linear(num_heads * spec.v_head_dim, hidden_size, bias=spec.output_bias, **made)
         self.q_norm = _make_norm(spec, num_heads, made)
         self.k_norm = _make_norm(spec, num_kv_heads, made)
         self.rotary = None if spec.rope is None else RotaryEmbedding(spec.rope)
-        self.sinks = HeadSinks(num_heads, **made) if sinks else None
+        self.sinks = HeadSinks(num_heads, **made) if spec.sinks else None
         self.fused_qkv = fused_qkv
         self.register_load_state_dict_pre_hook(load_either_form)  # type: ignore[no-untyped-call]
         self.kind = self._able(kind, placed=device is not None)
@@ -157,8 +117,7 @@ class GroupedQueryAttention(nn.Module):
             spec: the structure.
             rest: ``fused_qkv``, ``backend``, ``backend_options``, ``device``, ``dtype``.
         """
-        fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        return cls(**fields, **rest)
+        return cls(**structure_of(spec), **rest)
 
     def set_backend(self, backend: str | AttentionBackend, options: Mapping[str, Any] | None = None) -> None:
         """Use another backend from now on.
@@ -166,7 +125,7 @@ class GroupedQueryAttention(nn.Module):
         Raises:
             UnsupportedAttentionError: it cannot do what the layer needs; the old backend stays.
         """
-        self.kind = self._able(layer_kind(resolve_backend(backend, options), self.spec), placed=False)
+        self.kind = self._able(LayerKind(resolve_backend(backend, options), self.spec), placed=False)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -206,7 +165,7 @@ class GroupedQueryAttention(nn.Module):
         reader = readers.get("hf_attention")
         self.load_state_dict(reader.weights(state, config, layer=layer, spec=self.spec, convention=convention))
 
-    def prefill(
+    def fill(
         self,
         scope: AttentionScope,
         hidden: Tensor,
@@ -222,7 +181,7 @@ class GroupedQueryAttention(nn.Module):
         Only shape, dtype, device and ``requires_grad`` of the hidden states count, so the model's first ones serve all
         layers.
         """
-        read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
+        read_scope(self, self.kind, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
 
     def forward(
         self,
@@ -253,29 +212,41 @@ class GroupedQueryAttention(nn.Module):
             AttentionInputError: a shape, dtype or device does not fit; raised before any matrix product.
             LayoutError, UnsupportedAttentionError: see :meth:`AttentionBackend.prepare`; likewise.
         """
-        read = read_scope(self, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
-        prepared, tables, context_tables = read.prepared, read.tables, read.context_tables
+        kind = self.kind
+        prepared, tables, context_tables, low = read_scope(
+            self, kind, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse
+        )
         parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
-        if read.low is None:
-            check_dtype(hidden, parts["qkv_proj" if self.fused_qkv else "q_proj"])
+        first = parts["qkv_proj" if self.fused_qkv else "q_proj"]
+        if low is None:
+            check_dtype(hidden, first)
         q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
-        spec = self.kind.spec
-        norm, width, v_width = spec.qk_norm, spec.head_dim, spec.v_head_dim
-        early = norm if norm is not None and norm.position == "before" else None
-        late = norm if early is None else None
-        q, k, v = self._project(hidden)
-        q, k, v = _by_head(q, width, q_norm, early), _by_head(k, width, k_norm, early), _by_head(v, v_width)
+        spec, early, late = kind.spec, kind.early, kind.late
+        width, v_width = spec.head_dim, spec.v_head_dim
+        if self.fused_qkv:
+            q, k, v = first(hidden).split(self._widths, -1)
+        else:
+            q, k, v = first(hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
+        batch, length, _ = hidden.shape
+        q = q.view(batch, length, q.shape[2] // width, width)
+        k = k.view(batch, length, k.shape[2] // width, width)
+        v = v.view(batch, length, v.shape[2] // v_width, v_width).transpose(1, 2)
+        if early is not None:
+            q, k = _normed(q, q_norm, early), _normed(k, k_norm, early)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
         if tables is not None and rotary is not None:
             q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
         if late is not None:
-            q, k = _normed_late(q, q_norm, late), _normed_late(k, k_norm, late)
+            q, k = _normed_by_head(q, q_norm, late), _normed_by_head(k, k_norm, late)
         if kv_hidden is not None:
             context_k, context_v = self._project_context(kv_hidden)
-            context_k = _by_head(context_k, width, k_norm, early)
+            context_k, context_v = _by_head(context_k, width), _by_head(context_v, v_width)
+            if early is not None:
+                context_k = _normed_by_head(context_k, k_norm, early)
             if context_tables is not None and rotary is not None:
                 context_k = rotate_heads(context_k, context_tables, interleaved=rotary.spec.interleaved)
-            k = torch.cat((context_k if late is None else _normed_late(context_k, k_norm, late), k), 2)
-            v = torch.cat((_by_head(context_v, v_width), v), 2)
+            k = torch.cat((context_k if late is None else _normed_by_head(context_k, k_norm, late), k), 2)
+            v = torch.cat((context_v, v), 2)
         sinks = parts.get("sinks")
         result = prepared(q, k, v, bias=attention_bias, sinks=None if sinks is None else sinks.logits())
         output: Tensor = parts["o_proj"](result.output.transpose(1, 2).flatten(2))
@@ -294,19 +265,27 @@ class GroupedQueryAttention(nn.Module):
             raise UnsupportedAttentionError(kind.backend.name, reasons)
         return kind
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, ``[B, S, heads * width]``."""
-        parts: dict[str, Any] = self._modules
-        if self.fused_qkv:
-            q, k, v = parts["qkv_proj"](hidden).split(self._widths, -1)
-            return q, k, v
-        return parts["q_proj"](hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
-
     def _project_context(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, ``[B, C, heads * width]``."""
         if not self.fused_qkv:
-            return self.k_proj(hidden), self.v_proj(hidden)
+            parts: dict[str, Any] = self._modules
+            return parts["k_proj"](hidden), parts["v_proj"](hidden)
         return keys_and_values(self.qkv_proj, hidden, self._widths)
+
+
+def _signature() -> inspect.Signature:
+    """That of the constructor, with the fields of the structure by name."""
+    known = inspect.signature(GroupedQueryAttention.__init__)
+    own = [parameter for parameter in known.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    rest = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for name, field in FIELDS.items()
+        if name not in known.parameters
+    ]
+    return known.replace(parameters=[*own, *rest])
+
+
+GroupedQueryAttention.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _make_norm(spec: AttentionSpec, heads: int, made: dict[str, Any]) -> RMSNorm | None:
@@ -317,21 +296,19 @@ def _make_norm(spec: AttentionSpec, heads: int, made: dict[str, Any]) -> RMSNorm
     return RMSNorm(width, eps=norm.eps, weighted=norm.weighted, **made)
 
 
-def _by_head(x: Tensor, width: int, norm: nn.Module | None = None, how: QKNorm | None = None) -> Tensor:
-    """``[B, S, H * width]`` as ``[B, H, S, width]``, normalised if that comes before the rotation."""
-    batch, length, whole = x.shape
-    x = x.view(batch, length, whole // width, width)
-    if norm is not None and how is not None:
-        x = _normed(x, norm, how)
-    return x.transpose(1, 2)
+def _by_head(x: Tensor, width: int) -> Tensor:
+    """``[B, S, H * width]`` as ``[B, H, S, width]``."""
+    return x.view(*x.shape[:2], x.shape[2] // width, width).transpose(1, 2)
 
 
-def _normed_late(x: Tensor, norm: nn.Module | None, how: QKNorm) -> Tensor:
-    """Rotated queries or keys ``[B, H, S, D]``, normalised unless the norm was taken out of the layer."""
-    return x if norm is None else _normed(x.transpose(1, 2), norm, how).transpose(1, 2)
+def _normed_by_head(x: Tensor, norm: nn.Module | None, how: QKNorm) -> Tensor:
+    """Queries or keys ``[B, H, S, D]``, normalised for each head or over all of them."""
+    return _normed(x.transpose(1, 2), norm, how).transpose(1, 2)
 
 
-def _normed(x: Tensor, norm: nn.Module, how: QKNorm) -> Tensor:
-    """``[B, S, H, D]``, normalised for each head or over all of them."""
+def _normed(x: Tensor, norm: nn.Module | None, how: QKNorm) -> Tensor:
+    """``[B, S, H, D]``, likewise; as it is where the norm was taken out of the layer."""
+    if norm is None:
+        return x
     normed: Tensor = norm(x) if how.scope == "head" else norm(x.flatten(2)).view(x.shape)
     return normed

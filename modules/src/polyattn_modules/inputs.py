@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
-from polyattn.kernels import FLOATING
 from torch import Tensor, nn
 
 from polyattn import AttentionInputError, AttentionScope, ConfigError
+from polyattn.kernels import FLOATING
 from polyattn.messages import shown
-from polyattn_modules.spec import AttentionSpec, given
+from polyattn_modules.fields import FIELDS, given
+from polyattn_modules.spec import AttentionSpec
 
 #: Submodules of a layer that its structure decides about, and the field that does.
 _PARTS = {"q_norm": "qk_norm", "k_norm": "qk_norm", "rotary": "rope", "sinks": "sinks"}
 #: Attributes that would say something else than the layer does, were they set. ``sinks`` is a submodule as well.
-_FIXED = {field.name for field in dataclasses.fields(AttentionSpec)} - {"sinks"}
+_FIXED = FIELDS.keys() - {"sinks"}
 
 
 def check_making(fused_qkv: object, device: Any, dtype: object) -> None:

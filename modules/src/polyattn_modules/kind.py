@@ -1,9 +1,8 @@
-"""What equal layers share: backend, structure, and the attention requests that follow from them."""
+"""What layers that ask for the same have in common: a backend and a structure."""
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,34 +14,30 @@ _CERTAIN = frozenset({"gqa", "unequal_width", "softcap", "sinks", "window", "dro
 _OF_THE_DEVICE = frozenset({"device", "kernel"})
 
 
-class Call(NamedTuple):
-    """What one forward adds to the structure: the fields of :class:`AttentionRequest` of those names."""
-
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
-    training: bool
-    needs_grad: bool
-    has_bias: bool
-    needs_bias_grad: bool
-    needs_lse: bool
-    deterministic: bool
-
-
 class LayerKind:
-    """A backend and a structure. There is one object for the same ones (:func:`layer_kind`), so identity says all.
+    """A backend and a structure; it never changes.
 
     Attributes:
         backend: the backend.
         spec: the structure.
+        early, late: its norm of queries and keys, if that comes before the rotation, or after it.
+        name: equal for layers of one backend object and equal structures; compared in every forward, so a string.
     """
 
     def __init__(self, backend: AttentionBackend, spec: AttentionSpec) -> None:
         self.backend = backend
         self.spec = spec
+        norm = spec.qk_norm
+        self.early = norm if norm is not None and norm.position == "before" else None
+        self.late = norm if self.early is None else None
+        self.name = f"{id(backend)} {spec!r}"
 
-    def request(self, call: Call) -> AttentionRequest:
-        """The request of a forward; the LSE's gradient is asked for with the LSE wherever gradients are."""
+    def request(self, **call: Any) -> AttentionRequest:
+        """The request of a forward; the LSE's gradient is asked for with the LSE wherever gradients are.
+
+        Args:
+            call: the fields of :class:`AttentionRequest` that the structure does not say.
+        """
         spec = self.spec
         return AttentionRequest(
             heads=spec.num_heads,
@@ -53,8 +48,7 @@ class LayerKind:
             dropout_p=spec.dropout,
             softcap=spec.softcap,
             has_sinks=spec.sinks,
-            needs_lse_grad=call.needs_lse and call.needs_grad,
-            **call._asdict(),
+            **call,
         )
 
     def refusals(self, dtype: torch.dtype, device: torch.device | None) -> tuple[Reason, ...]:
@@ -65,7 +59,7 @@ class LayerKind:
             device: where the layer will run; ``None`` when that is not known, and then nothing is said about it.
         """
         where = torch.device("cpu") if device is None else device
-        request = self.request(Call(1, dtype, where, True, False, False, False, False, False))
+        request = self.request(batch=1, dtype=dtype, device=where, training=True)
         reasons = self.backend.unsupported(MaskLayout.causal(1, window=self.spec.window), request)
         certain = _CERTAIN if device is None or device.type == "meta" else _CERTAIN | _OF_THE_DEVICE
         return tuple(reason for reason in reasons if reason.feature in certain)
@@ -74,13 +68,4 @@ class LayerKind:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return layer_kind, (self.backend, self.spec)
-
-
-def layer_kind(backend: AttentionBackend, spec: AttentionSpec) -> LayerKind:
-    """The kind of a backend object and a structure."""
-    # The kind keeps its backend alive, so while it is listed no other object can have that id.
-    return _kinds.setdefault((id(backend), spec), LayerKind(backend, spec))
-
-
-_kinds: weakref.WeakValueDictionary[tuple[int, AttentionSpec], LayerKind] = weakref.WeakValueDictionary()
+        return LayerKind, (self.backend, self.spec)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn.kernels import transforming
 from torch import Tensor, nn
 from torch.nn import functional
+
+from polyattn.kernels import transforming
 
 
 class RMSNorm(nn.Module):

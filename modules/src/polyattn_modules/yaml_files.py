@@ -20,7 +20,7 @@ def read_yaml(path: str | Path, what: str = "config file") -> dict[str, Any]:
         what: what to call it in messages.
 
     Raises:
-        ConfigError: the file is missing, unreadable or not YAML, does not hold a mapping, or gives a key twice.
+        ConfigError: the file is missing, cannot be read as YAML, does not hold a mapping, or gives a key twice.
     """
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), _Strict)  # noqa: S506 - it is a SafeLoader

@@ -97,7 +97,7 @@ def dropout_seed(trial: Trial) -> None:
 
 
 @check()
-def dropout_dead_rows(trial: Trial) -> None:
+def dropout_fully_masked_rows(trial: Trial) -> None:
     """A row that sees nothing stays exactly zero while training with dropout."""
     case = trial.case(LAYOUTS["middle"]())
     _, results = _run(trial, case, seed=0)

@@ -18,7 +18,7 @@ from polyattn_conformance.variants import poisoned
 
 
 @check(WITH_DEAD)
-def dead_rows(trial: Trial, build: Callable[[], MaskLayout]) -> None:
+def fully_masked_rows(trial: Trial, build: Callable[[], MaskLayout]) -> None:
     """A row that sees nothing gives exactly 0, LSE -inf, and exactly zero gradients, whatever comes in.
 
     NaN and Inf in keys and values that nobody sees, in queries that see nothing, and in the incoming gradients of
@@ -31,8 +31,8 @@ def dead_rows(trial: Trial, build: Callable[[], MaskLayout]) -> None:
 
 
 @check()
-def dead_rows_bias(trial: Trial) -> None:
-    """Mask and -inf bias together kill a row and hide a key just as well, and the bias gets zero gradients there.
+def fully_masked_rows_bias(trial: Trial) -> None:
+    """Mask and -inf bias together mask a row fully and hide a key just as well, and the bias gets zero gradients there.
 
     NaN and Inf in the queries of such rows, and in keys and values that mask and bias together hide from every query,
     reach nothing, nor do they from the incoming gradients.
@@ -48,8 +48,8 @@ def dead_rows_bias(trial: Trial) -> None:
 
 
 @check()
-def dead_rows_sinks(trial: Trial) -> None:
-    """Sinks give a dead row nothing and take nothing from it."""
+def fully_masked_rows_sinks(trial: Trial) -> None:
+    """Sinks give a fully masked row nothing and take nothing from it."""
     for name in ("middle", "right_padding", "left_padding", "inactive"):
         trial.compare(poisoned(trial.case(WITH_DEAD[name](), sinks=True), torch.nan))
 

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout, StructuredMask, UnsupportedAttentionError
-from polyattn._layout.lowering import Known
 from polyattn_conformance.bounds import assert_within, expected_results
 from polyattn_conformance.case import INFER, evaluate
 from polyattn_conformance.checks.registry import check
@@ -31,8 +30,11 @@ class _Strided(StructuredMask):
 
 
 def _layout(**fields: Any) -> MaskLayout:
-    """A layout as a later polyattn would make it; this one refuses the class in the constructor."""
-    layout = MaskLayout(_LENGTH, _LENGTH, visibility=StructuredMask(**fields), _known=Known())
+    """A layout as a later polyattn would make it; this one refuses the class in the constructor.
+
+    It is made of a function, of which a layout derives nothing, and gets its mask afterwards.
+    """
+    layout = MaskLayout(_LENGTH, _LENGTH, visibility=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
     object.__setattr__(layout, "visibility", _Strided(**fields, stride=2))
     return layout
 

@@ -118,7 +118,7 @@ def one_key(trial: Trial) -> None:
 
 @check()
 def empty_document(trial: Trial) -> None:
-    """A batch row without any valid key is dead, the rows beside it are not."""
+    """A batch row without any valid key is fully masked, the rows beside it are not."""
     trial.compare(trial.case(WITH_DEAD["padding_both_ways"]()), trial.case(WITH_DEAD["element"]()))
 
 

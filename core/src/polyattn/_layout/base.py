@@ -17,8 +17,8 @@ from polyattn._errors import LayoutError
 from polyattn._layout import picture
 from polyattn._layout.blocks import covered_keys, key_ranges
 from polyattn._layout.checks import as_device, check_flag, check_int
-from polyattn._layout.fit import fit
 from polyattn._layout.lowering import Host, Known, Lowered, check_segment_prefixes, lower, read_host
+from polyattn._layout.sizes import infer_sizes
 from polyattn._layout.structured import MaskMod, StructuredMask, pick
 from polyattn._layout.visibility import Visibility, dense_rows, held, moved, pinned, to_mod
 from polyattn.messages import shown
@@ -58,7 +58,7 @@ class LayoutBase:
         check_flag("validate", validate)
         places = (self.q_positions, self.kv_positions)
         parts = (self.visibility, self.active_queries, places)
-        batch, heads = fit(self.q_len, self.kv_len, self.batch, self.heads, *parts)
+        batch, heads = infer_sizes(self.q_len, self.kv_len, self.batch, self.heads, *parts)
         known = _known or Known(read_host(self.visibility, self.active_queries, sync=validate))
         if known.host is not None:
             check_segment_prefixes(known.host.mask)
@@ -70,13 +70,15 @@ class LayoutBase:
     @property
     def device(self) -> torch.device | None:
         """The device of the tensors; ``None`` for a layout that holds none and serves every device."""
-        tensors = [*held(self.visibility), *held(self.active_queries)]
+        if self.active_queries is not None:
+            return self.active_queries.device
+        tensors = held(self.visibility)
         return tensors[0].device if tensors else None
 
     @property
-    def may_have_dead_rows(self) -> bool:
+    def may_have_fully_masked_rows(self) -> bool:
         """False when the host knows that every query sees a key; True also when it does not know."""
-        return self._lowered.dead_rows
+        return self._lowered.fully_masked_rows
 
     @property
     def may_have_unseen_keys(self) -> bool:

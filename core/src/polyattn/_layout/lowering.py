@@ -26,7 +26,7 @@ class Lowered(NamedTuple):
     """The table of blocks, and whether there may be queries without keys and keys that nobody sees."""
 
     blocks: Tensor | None = None
-    dead_rows: bool = True
+    fully_masked_rows: bool = True
     unseen_keys: bool = True
 
 

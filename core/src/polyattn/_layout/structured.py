@@ -94,8 +94,8 @@ class StructuredMask:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensor fields that are given, by name."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+        names = self.__dataclass_fields__
+        return {name: value for name in names if isinstance(value := getattr(self, name), Tensor)}
 
     def given(self) -> frozenset[str]:
         """The names of the fields that are set (to anything but ``None`` and False), unknown to a reader or not."""

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -65,15 +64,15 @@ def _at(index: Index | None, i: Tensor) -> Tensor:
     return i * index.step + index.start if isinstance(index, slice) else index[i]
 
 
-def held(visibility: object) -> Iterator[Tensor]:
+def held(visibility: object) -> list[Tensor]:
     """The tensors that a description holds; what a user's ``mask_mod`` captures is not among them."""
     if isinstance(visibility, Tensor):
-        yield visibility
-    elif isinstance(visibility, StructuredMask):
-        yield from visibility.tensors().values()
-    elif isinstance(visibility, (SelectedMod, BothMod)):
-        for field in dataclasses.fields(visibility):
-            yield from held(getattr(visibility, field.name))
+        return [visibility]
+    if isinstance(visibility, StructuredMask):
+        return list(visibility.tensors().values())
+    if isinstance(visibility, (SelectedMod, BothMod)):
+        return [x for field in dataclasses.fields(visibility) for x in held(getattr(visibility, field.name))]
+    return []
 
 
 def moved(visibility: Visibility, device: torch.device) -> Visibility:

@@ -4,8 +4,8 @@ from polyattn.registry import discovery, hooks
 from polyattn.registry.discovery import AUTO, BACKENDS, ROPE, illegal_name
 from polyattn.registry.loading import PluginInfo, brief
 from polyattn.registry.names import FIRST_PARTY
-from polyattn.registry.registry import Registry, backends, readers, rope_variants, scopes
-from polyattn.registry.trust import trust
+from polyattn.registry.permissions import trust
+from polyattn.registry.registry import Registry, State, backends, readers, restored, rope_variants, scopes
 
 __all__ = [
     "AUTO",
@@ -14,12 +14,14 @@ __all__ = [
     "ROPE",
     "PluginInfo",
     "Registry",
+    "State",
     "backends",
     "brief",
     "discovery",
     "hooks",
     "illegal_name",
     "readers",
+    "restored",
     "rope_variants",
     "scopes",
     "trust",

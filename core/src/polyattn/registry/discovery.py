@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import importlib_metadata
 
 from polyattn.messages import shown
-from polyattn.registry.once import Once
 
 BACKENDS = "polyattn.backends"
 ROPE = "polyattn.rope"
@@ -39,6 +38,7 @@ _OURS = re.compile(r"poly.?at", re.IGNORECASE)  # finds files that may speak of 
 _NEAR = 0.87  # how alike a section must be to one of ours to be meant for it
 _VALUE = re.compile(r"(?P<module>[\w.]+)\s*(:\s*(?P<attr>[\w.]+)\s*)?(\[.*\]\s*)?")
 _logger = logging.getLogger("polyattn")
+_scans: dict[str, Scan] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +94,13 @@ class Scan:
 
 def current() -> Scan:
     """The scan of this process, made at the first call."""
-    return _scans.get("scan", _scan)[0]
+    return _scans.get("now") or _scans.setdefault("now", _scan())
 
 
 def rescan() -> Scan:
     """Look again, also for modules that were installed since; readers see the old scan until the new one is whole."""
     importlib.invalidate_caches()
-    scan = _scan()
-    _scans.put("scan", scan)
+    scan = _scans["now"] = _scan()
     return scan
 
 
@@ -254,6 +253,3 @@ def header_of(metadata: str) -> dict[str, str]:
         if key.lower() in {"name", "version", "summary"}:
             fields[key.lower()] = value.strip()
     return fields
-
-
-_scans: Once[str, Scan] = Once()

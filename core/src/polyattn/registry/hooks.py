@@ -17,20 +17,18 @@ loaded, or that asks for a hook or an argument which does not exist, is left out
 from __future__ import annotations
 
 import difflib
-import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
 
-from polyattn._errors import BackendLoadError
+from polyattn._errors import BackendLoadError, PluginNotFoundError
 from polyattn._reasons import Reason
 from polyattn.messages import shown
 from polyattn.registry import discovery
-from polyattn.registry.discovery import HOOKS, Candidate
-from polyattn.registry.loading import Failed, Fault, Loaded, Outcome, PluginInfo, describe, load
-from polyattn.registry.once import Once, TableLock
-from polyattn.registry.trust import trust
+from polyattn.registry.discovery import HOOKS
+from polyattn.registry.loading import Failed, Fault, Outcomes, PluginInfo, describe
+from polyattn.registry.permissions import trust
 
 _logger = logging.getLogger("polyattn")
 _spec = pluggy.HookspecMarker("polyattn")
@@ -68,10 +66,27 @@ NAMES = tuple(name for name in dir(Specifications) if name.startswith("polyattn_
 _OBSERVERS = frozenset({"polyattn_backend_loaded", "polyattn_prepared"})
 
 
+class _Found(NamedTuple):
+    manager: pluggy.PluginManager
+    names: frozenset[str]  # hooks that some plugin implements
+
+
+class _Look:
+    found: _Found | None = None
+
+
+class _State:
+    look = _Look()  # replaced whole by a refresh, so that a load which it overtakes changes nothing
+
+
+_state = _State()
+_in_code: dict[str, object] = {}
+_outcomes = Outcomes()
+
+
 def installed(name: str) -> bool:
     """Whether any plugin implements the hook ``name``; once hooks are loaded this is a lookup in a set."""
-    known = _state.implemented
-    return name in (_load() if known is None else known)
+    return name in (_state.look.found or _load()).names
 
 
 def call(hook: str, /, **arguments: Any) -> Any:
@@ -82,8 +97,9 @@ def call(hook: str, /, **arguments: Any) -> Any:
         The exception of a hook that decides passes through; that of an observer, ``SystemExit`` too, is logged with its
         traceback.
     """
+    manager = (_state.look.found or _load()).manager
     try:
-        return getattr(_manager.hook, hook)(**arguments)
+        return getattr(manager.hook, hook)(**arguments)
     except BaseException as error:
         if hook not in _OBSERVERS or isinstance(error, KeyboardInterrupt):
             raise
@@ -98,11 +114,10 @@ def register(plugin: object, name: str) -> None:
         BackendLoadError: it has no hook, or one with an unknown name or argument, or ``name`` is taken.
     """
     fault = _fault(plugin)
-    with _lock:
-        if not fault and _manager.has_plugin(name):
-            fault = BackendLoadError, f"there is a hook plugin of that name: {shown(_manager.get_plugin(name))}"
-        if not fault:
-            _manager.register(plugin, name)
+    if not fault:
+        known = _in_code.setdefault(name, plugin)
+        if known is not plugin:
+            fault = BackendLoadError, f"there is a hook plugin of that name: {shown(known)}"
     if fault:
         kind, problem = fault
         raise kind(f"hook plugin '{name}' cannot be used: {problem}", name=name)
@@ -110,18 +125,22 @@ def register(plugin: object, name: str) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove the hook plugin that :func:`register` added as ``name``."""
-    with _lock:
-        _manager.unregister(name=name)
+    """Remove the hook plugin that :func:`register` added as ``name``.
+
+    Raises:
+        PluginNotFoundError: there is none.
+    """
+    if _in_code.pop(name, None) is None:
+        raise PluginNotFoundError(
+            f"no hook plugin '{name}' was registered in code; got {', '.join(_in_code) or 'none'}"
+        )
     refresh()
 
 
 def refresh() -> None:
     """When next asked, look again at what is installed and allowed, and try again what failed."""
-    _outcomes.forget(lambda _, outcome: isinstance(outcome, Failed))
-    with _lock:
-        _state.generation += 1
-        _state.implemented = None
+    _outcomes.retry(discovery.current().candidates[HOOKS])
+    _state.look = _Look()
 
 
 def infos() -> tuple[PluginInfo, ...]:
@@ -130,30 +149,23 @@ def infos() -> tuple[PluginInfo, ...]:
     return tuple(describe(plugin, _outcomes.peek(plugin), trust.forbids(plugin)) for plugin in plugins)
 
 
-def _load() -> frozenset[str]:
-    generation = _state.generation
-    usable: dict[str, Any] = {}
+def _load() -> _Found:
+    look, manager = _state.look, _new_manager()
     for plugin in discovery.current().candidates[HOOKS]:
         if plugin.fault or trust.forbids(plugin):
             continue
-        outcome, first = _outcomes.get(plugin, functools.partial(load, plugin, "hook plugin", _fault))
-        if isinstance(outcome, Loaded):
-            usable[f"{plugin.dist}:{plugin.name}={plugin.value}"] = outcome.obj
-        elif first:
-            _logger.warning("%s", outcome.message)
-    with _lock:
-        for name in _from_metadata - usable.keys():
-            _from_metadata.remove(name)
-            _manager.unregister(name=name)
-        for name, plugin_object in usable.items():
-            # Several entry points may lead to one object, whose functions are called once.
-            if name not in _from_metadata and not _manager.is_registered(plugin_object):
-                _manager.register(plugin_object, name)
-                _from_metadata.add(name)
-        names = frozenset(name for name in NAMES if getattr(_manager.hook, name).get_hookimpls())
-        if generation == _state.generation:
-            _state.implemented = names
-    return names
+        outcome, first = _outcomes.get(plugin, "hook plugin", _fault)
+        if isinstance(outcome, Failed):
+            if first:
+                _logger.warning("%s", outcome.message)
+        elif not manager.is_registered(outcome.obj):  # several entry points may lead to one object
+            manager.register(outcome.obj, f"{plugin.dist}:{plugin.name}={plugin.value}")
+    for name, in_code in list(_in_code.items()):
+        if not manager.is_registered(in_code):
+            manager.register(in_code, name)
+    names = frozenset(name for name in NAMES if getattr(manager.hook, name).get_hookimpls())
+    look.found = _Found(manager, names)
+    return look.found
 
 
 def _fault(plugin: object) -> Fault | None:
@@ -178,19 +190,7 @@ def _fault(plugin: object) -> Fault | None:
     return None
 
 
-class _State:
-    implemented: frozenset[str] | None = None  # hooks that some plugin implements; None: not looked yet
-    generation = 0  # counts refreshes, so that a load that one overtook does not undo it
-
-
 def _new_manager() -> pluggy.PluginManager:
     manager = pluggy.PluginManager("polyattn")
     manager.add_hookspecs(Specifications)
     return manager
-
-
-_lock = TableLock()
-_manager = _new_manager()
-_outcomes: Once[Candidate, Outcome] = Once(final=lambda outcome: isinstance(outcome, Loaded))
-_from_metadata: set[str] = set()
-_state = _State()

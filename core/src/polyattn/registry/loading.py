@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeAlias
 
 from polyattn._errors import BackendLoadError, IncompatiblePluginError
 from polyattn.registry.discovery import Candidate
 
-Undo: TypeAlias = Callable[[], None]
 Fault: TypeAlias = tuple[type[BackendLoadError | IncompatiblePluginError], str]
-
-_thread = threading.local()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,10 +18,6 @@ class Loaded:
     """A plugin that was imported and checked."""
 
     obj: Any
-
-    def result(self) -> Any:
-        """The plugin object."""
-        return self.obj
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,7 +34,7 @@ class Failed:
         """``"incompatible"`` for another api_version, else ``"broken"``."""
         return "incompatible" if self.kind is IncompatiblePluginError else "broken"
 
-    def result(self) -> Any:
+    def throw(self) -> NoReturn:
         """Raise the failure, chained to what the plugin raised."""
         plugin = self.plugin
         raise self.kind(self.message, name=plugin.name, dist=plugin.dist, version=plugin.version) from self.cause
@@ -117,68 +108,68 @@ def load(plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> 
         extension too, which do not derive from ``Exception``); only ``KeyboardInterrupt`` passes through.
     """
     where = f"{noun} '{plugin.name}' ({plugin.label})"
-    if any(plugin == loading for loading, _ in _stack()):
-        return Failed(plugin, BackendLoadError, f"{where} asks for itself while it is being loaded")
     try:
-        with _loading(plugin):
-            obj: Any = importlib.import_module(plugin.module)
-            for part in filter(None, plugin.attr.split(".")):
-                obj = getattr(obj, part)
-            if isinstance(obj, type):
-                obj = obj()
-            found = fault(obj)
+        obj: Any = importlib.import_module(plugin.module)
+        for part in filter(None, plugin.attr.split(".")):
+            obj = getattr(obj, part)
+        if isinstance(obj, type):
+            obj = obj()
+        found = fault(obj)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever a plugin raises is its own failure
-        return Failed(
-            plugin,
-            BackendLoadError,
-            f"{where} cannot be loaded: {brief(error)}{_hint(plugin, error)}\n{_origin(plugin)}",
-            error,
-        )
+        text = f"{where} cannot be loaded: {brief(error)}{_hint(plugin, error)}\n{_origin(plugin)}"
+        return Failed(plugin, BackendLoadError, text, error)
     if found:
         kind, problem = found
         return Failed(plugin, kind, f"{where} cannot be used: {problem}\n{_origin(plugin)}")
     return Loaded(obj)
 
 
-def loading() -> Candidate | None:
-    """The plugin that this thread is importing right now."""
-    stack = _stack()
-    return stack[-1][0] if stack else None
+class Outcomes:
+    """What came of loading each plugin of one kind, found by each at most once and remembered.
 
+    No lock is held while a plugin is imported. Where threads load one at once, the first object serves all of them.
+    """
 
-def undo_if_load_fails(undo: Undo) -> None:
-    """Let ``undo`` take back what the plugin being imported did to a table, should its load fail."""
-    stack = _stack()
-    if stack:
-        stack[-1][1].append(undo)
+    def __init__(self) -> None:
+        self._loaded: dict[Candidate, Loaded] = {}
+        self._failed: dict[Candidate, Failed] = {}
 
+    def peek(self, plugin: Candidate) -> Outcome | None:
+        """What came of ``plugin``, if it was loaded."""
+        return self._loaded.get(plugin) or self._failed.get(plugin)
 
-@contextlib.contextmanager
-def _loading(plugin: Candidate) -> Iterator[None]:
-    undone: list[Undo] = []
-    _stack().append((plugin, undone))
-    try:
-        yield
-    except BaseException:
-        for undo in reversed(undone):
-            undo()
-        raise
-    finally:
-        _stack().pop()
+    def get(self, plugin: Candidate, noun: str, fault: Callable[[Any], Fault | None]) -> tuple[Outcome, bool]:
+        """What came of ``plugin``, loaded if need be (see :func:`load`), and whether this call brought it."""
+        known, failed = self.peek(plugin), self._failed
+        if known is not None:
+            return known, False
+        outcome = load(plugin, noun, fault)
+        if isinstance(outcome, Loaded):
+            known = self._loaded.setdefault(plugin, outcome)
+            failed.pop(plugin, None)  # a question that its own import asked, and could not be answered
+        else:
+            known = self._loaded.get(plugin)
+            if known is None:
+                known = failed[plugin] = outcome
+        return known, known is outcome
 
+    def put(self, plugin: Candidate, obj: Any) -> None:
+        """Let ``obj`` be what ``plugin`` brought."""
+        self._loaded[plugin] = Loaded(obj)
 
-def _stack() -> list[tuple[Candidate, list[Undo]]]:
-    if not hasattr(_thread, "stack"):
-        _thread.stack = []
-    stack: list[tuple[Candidate, list[Undo]]] = _thread.stack
-    return stack
+    def retry(self, installed: Iterable[Candidate]) -> None:
+        """Forget what failed, and what was loaded of distributions that are no longer among ``installed``."""
+        self._failed = {}  # a load that is under way notes its failure in the old one
+        known = set(installed)
+        for plugin in list(self._loaded):
+            if plugin.dist and plugin not in known:
+                self.forget(plugin)
 
-
-def _origin(plugin: Candidate) -> str:
-    source = f", from {plugin.source}" if plugin.source else ""
-    return f"  it is {plugin.value}{source}; once mended, refresh() tries again"
+    def forget(self, plugin: Candidate) -> None:
+        """Drop what came of ``plugin``."""
+        self._loaded.pop(plugin, None)
 
 
 def brief(error: BaseException) -> str:
@@ -188,6 +179,11 @@ def brief(error: BaseException) -> str:
     except Exception as worse:  # noqa: BLE001 - a faulty __str__ is the plugin's too
         return f"{type(error).__name__}, whose text raises {type(worse).__name__}"
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _origin(plugin: Candidate) -> str:
+    source = f", from {plugin.source}" if plugin.source else ""
+    return f"  it is {plugin.value}{source}; once mended, refresh() tries again"
 
 
 def _hint(plugin: Candidate, error: BaseException) -> str:

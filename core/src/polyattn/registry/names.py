@@ -101,6 +101,8 @@ def unknown(group: str, noun: str, name: str, installed: Sequence[str]) -> str:
         text += f"; did you mean '{meant}'?"
     if meant and meant not in installed:
         text += f" `pip install {first_party[meant]}` brings it"
+    elif group == READERS and not first_party.keys() & set(installed):
+        text += f"; `pip install {first_party['hf_rope']}` brings {' and '.join(first_party)}"
     return f"{text}; {listed}"
 
 

@@ -13,44 +13,40 @@ import functools
 import itertools
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
 from polyattn._errors import (
     BackendLoadError,
     BlockedPluginError,
     ConfigError,
     DuplicatePluginError,
+    PluginNotFoundError,
     PolyattnError,
 )
 from polyattn.messages import shown
 from polyattn.registry import discovery, hooks
 from polyattn.registry.contract import BACKEND, READER, ROPE_VARIANT, SCOPE, Contract, type_name
 from polyattn.registry.discovery import BACKENDS, Candidate, candidate, illegal_name, normalized
-from polyattn.registry.loading import (
-    Failed,
-    Loaded,
-    Outcome,
-    PluginInfo,
-    describe,
-    load,
-    loading,
-    undo_if_load_fails,
-)
+from polyattn.registry.loading import Failed, Loaded, Outcomes, PluginInfo, describe
 from polyattn.registry.names import conflict, unknown
-from polyattn.registry.once import Once
-from polyattn.registry.registrations import Registrations
-from polyattn.registry.trust import trust
+from polyattn.registry.permissions import Rules, trust
 
 _logger = logging.getLogger("polyattn")
 _serials = itertools.count(1)
+#: What the metadata alone says about a name, by the error that ``get`` would raise.
+_STATUS = {DuplicatePluginError: "conflict", BlockedPluginError: "blocked", BackendLoadError: "broken"}
+#: What decides which object a name means: the scan, the lists of trust, and the last change made in code.
+State: TypeAlias = tuple[discovery.Scan, Rules, int]
 
 
 class Registry:
     """The plugins of one group, by name.
 
     Names match ``[a-z][a-z0-9_]*`` and are compared exactly. Where a name is asked for, ``"dist-name:name"`` means the
-    plugin of one distribution. Every method may be called from any thread, and by a plugin while it is imported.
+    plugin of one distribution. Every method may be called from any thread, and by a plugin while it is imported. No
+    lock is held meanwhile, and no table is changed but by single operations on a dict; where threads load one plugin
+    at once, everybody gets the object of the first that succeeds.
 
     Args:
         contract: the group, and what its plugins must provide.
@@ -58,14 +54,26 @@ class Registry:
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
-        self._in_code = Registrations()
-        self._outcomes: Once[Candidate, Outcome] = Once(final=lambda outcome: isinstance(outcome, Loaded))
-        self._seen: tuple[discovery.Scan | None, dict[str, list[Candidate]]] = (None, {})
+        self._registered: dict[str, Candidate] = {}
+        self._overrides: dict[int, Candidate] = {}  # the last one of a name holds
+        self._registrations = 0  # of the last change to either
+        self._outcomes = Outcomes()
+        self._found: tuple[discovery.Scan | None, dict[str, list[Candidate]]] = (None, {})
+        self._ready: tuple[State | None, dict[str, Any]] = (None, {})  # what names were found to mean in one state
 
     def names(self) -> tuple[str, ...]:
         """Every installed or registered name, sorted, whether or not it can be loaded; imports no plugin."""
         installed = {name for name in self._installed() if not illegal_name(self._contract.group, name)}
-        return tuple(sorted(installed.union(plugin.name for plugin in self._in_code.active())))
+        return tuple(sorted(installed.union(self._in_code())))
+
+    def loaded(self) -> tuple[str, ...]:
+        """The names whose plugin is loaded and allowed, so that :meth:`get` imports nothing."""
+        claims = {name: _sound(self._claims_of(name)) for name in self.names()}
+        return tuple(name for name, sound in claims.items() if len(sound) == 1 and self._is_loaded(sound[0]))
+
+    def state(self) -> State:
+        """What decides which object a name means; while it is equal, each name means the same object."""
+        return discovery.current(), trust.rules(), self._registrations
 
     def info(self, name: str) -> PluginInfo:
         """What is known about ``name``; imports no plugin.
@@ -79,16 +87,12 @@ class Registry:
         claims = self._claims(name)
         try:
             return self._describe(self._choose(name, claims))
-        except DuplicatePluginError as error:
-            return _joined(claims, "conflict", error)
-        except BlockedPluginError as error:
-            return _joined(claims, "blocked", error)
-        except BackendLoadError as error:
-            return _joined(claims, "broken", error)
+        except PolyattnError as error:
+            return _joined(claims, _STATUS[type(error)], error)
 
     def infos(self) -> tuple[PluginInfo, ...]:
         """What is known about every claim to any name, rivals, blocked and broken ones apart; imports no plugin."""
-        infos = [self._describe(plugin) for plugin in self._in_code.active()]
+        infos = [self._describe(plugin) for plugin in self._in_code().values()]
         for name, claims in self._installed().items():
             rivals = _sound(claims)
             text = conflict(self._contract.noun, name, rivals) if len(rivals) > 1 else ""
@@ -107,7 +111,15 @@ class Registry:
             BackendLoadError: importing or checking it failed, now or earlier; :meth:`refresh` tries again.
             IncompatiblePluginError: it speaks another ``api_version``.
         """
-        return self._object(self._choose(name, self._claims(name)))
+        state = self.state()
+        known, objects = self._ready
+        if known != state:
+            objects = {}
+            self._ready = state, objects
+        found = objects.get(name) if isinstance(name, str) else None
+        if found is None:
+            found = objects[name] = self._object(self._choose(name, self._claims(name)))
+        return found
 
     def resolve(self, name_or_object: Any, options: Any = None) -> Any:
         """The plugin object for a value from a config, with options set.
@@ -139,41 +151,39 @@ class Registry:
             replace: whether it may hide what is installed or registered under that name.
 
         Raises:
-            DuplicatePluginError: the name is taken and ``replace`` is off, or a plugin does this to another's name
-                while it is imported.
+            DuplicatePluginError: the name is taken and ``replace`` is off.
             BackendLoadError, IncompatiblePluginError: the name is not legal or the object is not such a plugin.
         """
-        before = self._in_code.registered(name)
-        holders = [before] if before else _sound(self._claims_installed(name))
+        known = self._registered.get(name)
+        holders = [known] if known else _sound(self._claims_installed(name))
         if not replace and any(_leads_to(holder, obj) for holder in holders):
             return  # a plugin that registers at import what its own entry point names
-        self._refuse_theft(name, holders)
         claim = self._claim(name, obj)
-        taken = [] if replace else holders
-        if not taken:
-            taken = self._in_code.register(claim, replace=replace)
-        if taken:
+        if replace:
+            self._registered[name] = claim
+        elif not holders:
+            known = self._registered.setdefault(name, claim)  # another thread may have come first
+            holders = [] if known is claim else [known]
+        if holders and not replace:
             raise DuplicatePluginError(
                 f"cannot register {_value(obj)} as {self._contract.noun} '{name}': the name is taken by "
-                f"{_list(taken)}; choose another name, pass replace=True, or use override() for a while"
+                f"{_list(holders)}; choose another name, pass replace=True, or use override() for a while"
             )
-        undo_if_load_fails(functools.partial(self._withdraw, claim, before))
+        self._registrations = next(_serials)
 
     def unregister(self, name: str) -> None:
         """Take back what :meth:`register` did to ``name``.
 
         Raises:
             PluginNotFoundError: the name was not registered in code.
-            DuplicatePluginError: a plugin does this to another's name while it is imported.
         """
-        claim = self._in_code.registered(name)
+        claim = self._registered.pop(name, None)
         if claim is None:
             raise self._contract.not_found(
                 f"no {self._contract.noun} '{name}' was registered in code; what is installed is uninstalled with pip, "
                 f"or kept from loading with disable([{shown(name)}])"
             )
-        self._refuse_theft(name, [claim])
-        self._withdraw(claim, None)
+        self._forget(claim)
 
     @contextlib.contextmanager
     def override(self, name: str, obj: Any) -> Iterator[Any]:
@@ -186,14 +196,14 @@ class Registry:
         Yields:
             The object.
         """
-        self._refuse_theft(name, self._claims_installed(name))
         claim = self._claim(name, obj)
-        self._in_code.push(claim)
+        self._overrides[claim.serial] = claim
+        self._registrations = next(_serials)
         try:
             yield self._object(claim)
         finally:
-            self._in_code.pop(claim)
-            self._outcomes.forget(lambda plugin, _: plugin == claim)
+            del self._overrides[claim.serial]
+            self._forget(claim)
 
     def refresh(self) -> None:
         """Look again at what is installed, for the whole process, and let what failed be tried again."""
@@ -201,12 +211,11 @@ class Registry:
         hooks.refresh()
 
     def allow(self, dists: Iterable[str] | None) -> None:
-        """Load only plugins of these distributions, backends, RoPE variants and hooks alike.
+        """Load only plugins of these distributions, whatever their group.
 
         Holds for this process beside ``POLYATTN_ALLOW``, which spawned processes inherit too. ``None`` lifts it.
         """
         trust.allow(None if dists is None else _texts("allow", dists))
-        self._warn_absent()
         hooks.refresh()
 
     def disable(self, names: Iterable[str]) -> None:
@@ -221,34 +230,34 @@ class Registry:
     def __repr__(self) -> str:
         return f"<Registry {self._contract.group}>"
 
-    def _installed(self) -> Mapping[str, list[Candidate]]:
+    def _installed(self) -> dict[str, list[Candidate]]:
         """The installed claims to each name."""
         scan = discovery.current()
-        seen, claims = self._seen
-        if scan is not seen:
+        known, claims = self._found
+        if known is not scan:
             plugins = scan.candidates[self._contract.group]
-            known = set(plugins)
-            self._outcomes.forget(
-                lambda plugin, outcome: isinstance(outcome, Failed) or (bool(plugin.dist) and plugin not in known)
-            )
+            self._outcomes.retry(plugins)
             claims = {}
             for plugin in plugins:
                 claims.setdefault(plugin.name, []).append(plugin)
-            self._seen = scan, claims
-            self._warn_absent()
+            self._found = scan, claims
         return claims
 
-    def _warn_absent(self) -> None:
-        trust.warn_absent({plugin.dist for group in discovery.current().candidates.values() for plugin in group})
+    def _in_code(self) -> dict[str, Candidate]:
+        """What each name means that was registered or is overridden."""
+        return {**self._registered, **{claim.name: claim for claim in list(self._overrides.values())}}
 
     def _claims(self, name: str) -> list[Candidate]:
         if not isinstance(name, str):
             raise self._contract.not_found(f"a {self._contract.noun}'s name must be a str, got {shown(name)}")
-        in_code = self._in_code.top(name)
-        claims = [in_code] if in_code else self._claims_installed(name)
+        claims = self._claims_of(name)
         if not claims:
             raise self._contract.not_found(unknown(self._contract.group, self._contract.noun, name, self.names()))
         return claims
+
+    def _claims_of(self, name: str) -> list[Candidate]:
+        installed, in_code = self._claims_installed(name), self._in_code().get(name)
+        return [in_code] if in_code else installed
 
     def _claims_installed(self, name: str) -> list[Candidate]:
         dist, _, bare = name.rpartition(":")
@@ -280,13 +289,17 @@ class Registry:
 
     def _object(self, plugin: Candidate) -> Any:
         noun = self._contract.noun
-        check = functools.partial(self._contract.fault, name=plugin.name)
-        outcome, first = self._outcomes.get(plugin, functools.partial(load, plugin, noun, check))
-        if first and isinstance(outcome, Loaded):
+        outcome, first = self._outcomes.get(plugin, noun, functools.partial(self._contract.fault, name=plugin.name))
+        if isinstance(outcome, Failed):
+            outcome.throw()
+        if first:
             _logger.info("loaded %s '%s': %s (%s)", noun, plugin.name, plugin.label, plugin.value)
             if self._contract.group == BACKENDS and hooks.installed("polyattn_backend_loaded"):
                 hooks.call("polyattn_backend_loaded", name=plugin.name, backend=outcome.obj)
-        return outcome.result()
+        return outcome.obj
+
+    def _is_loaded(self, plugin: Candidate) -> bool:
+        return isinstance(self._outcomes.peek(plugin), Loaded)
 
     def _describe(self, plugin: Candidate) -> PluginInfo:
         return describe(plugin, self._outcomes.peek(plugin), trust.forbids(plugin))
@@ -299,6 +312,7 @@ class Registry:
         return obj
 
     def _claim(self, name: str, obj: Any) -> Candidate:
+        """A claim made in code; an object is checked now, and is loaded already."""
         group = self._contract.group
         claim = candidate(group, name, obj, serial=next(_serials)) if isinstance(obj, str) else None
         fault = claim.fault if claim else illegal_name(group, name)
@@ -308,20 +322,13 @@ class Registry:
             )
         if claim is None:
             claim = Candidate(group, name, _value(obj), serial=next(_serials))
-            self._outcomes.put(claim, Loaded(self._checked(obj() if isinstance(obj, type) else obj, name)))
+            self._outcomes.put(claim, self._checked(obj() if isinstance(obj, type) else obj, name))
         return claim
 
-    def _withdraw(self, claim: Candidate, before: Candidate | None) -> None:
-        self._in_code.withdraw(claim, before)
-        self._outcomes.forget(lambda plugin, _: plugin == claim)
-
-    def _refuse_theft(self, name: str, holders: list[Candidate]) -> None:
-        thief = loading()
-        if thief is not None and any(holder.dist != thief.dist for holder in holders):
-            raise DuplicatePluginError(
-                f"plugin '{thief.name}' ({thief.label}) changes {self._contract.noun} '{name}' while it is imported, "
-                f"but that name belongs to {_list(holders)}; a plugin may only add names of its own"
-            )
+    def _forget(self, claim: Candidate) -> None:
+        """Drop a claim that was made in code."""
+        self._registrations = next(_serials)
+        self._outcomes.forget(claim)
 
 
 def _sound(claims: Iterable[Candidate]) -> list[Candidate]:
@@ -365,3 +372,17 @@ backends = Registry(BACKEND)
 rope_variants = Registry(ROPE_VARIANT)
 readers = Registry(READER)
 scopes = Registry(SCOPE)
+
+
+def restored(name: str, kind: type[Any], options: Any) -> Any:
+    """A backend that was pickled: the process's own object where ``name`` means the same class, so that workers share.
+
+    Else it is made of its class, such as one of two rivals, or one that was never registered.
+    """
+    try:
+        known = backends.get(name)
+    except (PluginNotFoundError, DuplicatePluginError):
+        known = None
+    if type(known) is not kind:
+        return kind() if options is None else kind(options)
+    return known if known.options == options else known.configure(options)

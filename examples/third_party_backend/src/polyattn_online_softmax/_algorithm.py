@@ -20,13 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn.kernels import accumulation_dtype
+
 #: Rows of a batch, all heads, and a run of queries or of keys.
 Where = tuple[slice, slice, slice]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """FP64 for FP64, FP32 for everything narrower."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def forward(
@@ -90,18 +87,18 @@ def backward(
     high, groups = accumulation_dtype(q.dtype), (k.shape[1], -1)
     dq, dk, dv = (torch.zeros_like(x, dtype=high) for x in (q, k, v))
 
-    def part(x: Tensor, where: Where, dead: Tensor) -> Tensor:
-        """Of rows that see nothing no value counts, not even NaN."""
+    def part(x: Tensor, where: Where, masked: Tensor) -> Tensor:
+        """Of fully masked rows no value counts, not even NaN."""
         grouped: Tensor = x[where].to(high).unflatten(1, groups)
-        return grouped.masked_fill(dead, 0)
+        return grouped.masked_fill(masked, 0)
 
     for step in steps(blocks, per_row, window, chunk):
         log_total = lse[step.queries].unflatten(1, groups).unsqueeze(-1)
-        dead = log_total == -torch.inf
-        log_total = log_total.masked_fill(dead, 0)
-        queries, g = part(q, step.queries, dead) * scale, part(grad, step.queries, dead)
-        mean = (g * part(output, step.queries, dead)).sum(-1, keepdim=True)
-        mean = mean - part(grad_lse.unsqueeze(-1), step.queries, dead)
+        masked = log_total == -torch.inf
+        log_total = log_total.masked_fill(masked, 0)
+        queries, g = part(q, step.queries, masked) * scale, part(grad, step.queries, masked)
+        mean = (g * part(output, step.queries, masked)).sum(-1, keepdim=True)
+        mean = mean - part(grad_lse.unsqueeze(-1), step.queries, masked)
         grown = torch.zeros_like(queries)
         for keys, hidden in step.keys(q.device):
             key, value = k[keys].to(high).unsqueeze(2), v[keys].to(high).unsqueeze(2)

@@ -15,8 +15,8 @@ from polyattn import (
     PreparedAttention,
     Reason,
     StructuredMask,
-    apply_sinks,
 )
+from polyattn.kernels import finished, hidden_in_blocks, shut_out
 from polyattn_online_softmax._ops import online_softmax
 
 _ABILITIES = frozenset(
@@ -51,15 +51,15 @@ class Plan:
         blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``.
         per_row: whether blocks name batch rows; otherwise each holds for all of them.
         window: of the blocks; -1 for none.
-        dead: ``Bool[B|1, 1, Q, 1]``, rows that see nothing though a block covers them, or ``None``.
-        unseen: ``Bool[B|1, 1, K, 1]``, keys that no query sees though a block covers them, or ``None``.
+        rows: ``Bool[B|1, 1, Q, 1]``, fully masked rows, or ``None`` where no block covers one.
+        keys: ``Bool[B|1, 1, K, 1]``, keys that no query sees, likewise.
     """
 
     blocks: Tensor
     per_row: bool
     window: int
-    dead: Tensor | None
-    unseen: Tensor | None
+    rows: Tensor | None
+    keys: Tensor | None
 
 
 class OnlineSoftmaxBackend(BackendBase):
@@ -93,11 +93,8 @@ class OnlineSoftmaxBackend(BackendBase):
         mask, blocks = layout.visibility, layout.to_blocks()
         assert isinstance(mask, StructuredMask)
         assert blocks is not None
-        dead = unseen = None
-        if layout.active_queries is not None:  # all other rows and keys that take no part lie in no block
-            dead = layout.rows_without_keys(request.device).unsqueeze(-1)
-            unseen = layout.unseen_keys(request.device).unsqueeze(-1)
-        return Plan(blocks, layout.batch > 1, -1 if mask.window is None else mask.window, dead, unseen)
+        rows, keys = hidden_in_blocks(layout, request)
+        return Plan(blocks, layout.batch > 1, -1 if mask.window is None else mask.window, rows, keys)
 
     def attend(
         self,
@@ -112,17 +109,12 @@ class OnlineSoftmaxBackend(BackendBase):
         """Overwrite what takes no part (it may hold NaN), attend, and overwrite what came of it."""
         plan: Plan = prepared.state
         request = prepared.request
-        if plan.dead is not None and plan.unseen is not None:
-            q, k, v = q.masked_fill(plan.dead, 0), k.masked_fill(plan.unseen, 0), v.masked_fill(plan.unseen, 0)
+        q, k, v = shut_out(q, k, v, plan.rows, plan.keys)
         assert request.scale is not None  # the request has set its default
         output, lse = online_softmax(
             q, k, v, plan.blocks, plan.per_row, plan.window, float(request.scale), self.options.chunk
         )
-        if plan.dead is not None:
-            output, lse = output.masked_fill(plan.dead, 0), lse.masked_fill(plan.dead.squeeze(-1), float("-inf"))
-        if sinks is not None:
-            output = apply_sinks(output, lse, sinks)
-        return AttentionResult(output, lse if request.needs_lse else None)
+        return finished(output, lse, request, rows=plan.rows, sinks=sinks)
 
     def describe(self, prepared: PreparedAttention) -> str:
         """How the work is cut."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.kernels import accumulation_dtype
 from polyattn_online_softmax import _algorithm
 
 online_softmax = torch.library.custom_op("polyattn_online_softmax::forward", _algorithm.forward, mutates_args=())
@@ -18,7 +19,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, per_row: bool, window: int, scale: float, chunk: int
 ) -> tuple[Tensor, Tensor]:
     output = q.new_empty((*q.shape[:3], v.shape[3]))
-    return output, q.new_empty(q.shape[:3], dtype=_algorithm.accumulation_dtype(q.dtype))
+    return output, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
 @_backward.register_fake

@@ -74,7 +74,7 @@ class TinyLM(nn.Module):
         scope = AttentionScope(layout)
         layers = cast("Iterable[Layer]", self.layers)
         for layer in layers:
-            layer.attention.prefill(scope, hidden, positions)
+            layer.attention.fill(scope, hidden, positions)
         for layer in layers:
             hidden = layer(hidden, scope, positions)
         return F.linear(self.norm(hidden), self.embedding.weight)

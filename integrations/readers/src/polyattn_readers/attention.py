@@ -14,7 +14,8 @@ from torch import Tensor
 
 from polyattn import ConfigError, RopeSpec
 from polyattn.messages import is_number, listed, shown
-from polyattn_modules.spec import AttentionSpec, QKNorm
+from polyattn_modules import AttentionSpec, QKNorm
+from polyattn_modules.serving import require_servable
 from polyattn_readers.rope_entry import refuse_canonical_keys
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 #: Keys of our canonical form that no transformers configuration of these families has.
 CANONICAL_ONLY = (
     "schema_version", "qk_norm", "has_weight", "weighted", "num_heads", "num_kv_heads", "v_head_dim", "output_bias",
-    "softcap", "sinks", "window", "scale",
+    "softcap", "sinks", "window", "scale", "input_size", "layout", "output_gate", "value_norm", "shared_keys_values",
+    "query_scale",
 )  # fmt: skip
 _CHUNK_HINT = "give the chunks in the layout (MaskLayout.chunked) and set attention_chunk_size to null"
 
@@ -78,13 +80,19 @@ class AttentionReader:
         """See :meth:`polyattn.AttentionSpec.from_hf`."""
         return _read_spec(config, layer, convention=convention)
 
-    def write(self, specs: Sequence[AttentionSpec], model_type: str) -> dict[str, Any]:
+    def write(
+        self, specs: Sequence[AttentionSpec], model_type: str, *, serving_target: str | None = None
+    ) -> dict[str, Any]:
         """The attention part of a configuration, read back to make sure of it; see :meth:`AttentionSpec.to_hf`.
 
         Args:
             specs: of the layers, first to last.
             model_type: the class that will read it.
+            serving_target: the engine that will serve the model, which is asked first.
         """
+        if serving_target is not None:
+            for spec in dict.fromkeys(specs):
+                require_servable(spec, serving_target)
         return _write_specs(specs, model_type)
 
     def weights(

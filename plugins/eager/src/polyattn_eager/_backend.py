@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyattn import AttentionRequest, AttentionResult, BackendBase, MaskLayout, PreparedAttention
+from polyattn.kernels import accumulation_dtype, finished, without
 
 ABILITIES = frozenset(
     (
@@ -25,8 +26,8 @@ class Blocked:
     """Which scores, queries and keys take no part.
 
     Attributes:
-        scores: ``Bool[B|1, H|1, Q, K]``: become ``-inf``. False in dead rows, whose softmax has to stay finite.
-        rows: ``Bool[B|1, H|1, Q, 1]``: dead rows, which see nothing; ``None`` when there can be none.
+        scores: ``Bool[B|1, H|1, Q, K]``: become ``-inf``. False in fully masked rows, whose softmax has to stay finite.
+        rows: ``Bool[B|1, H|1, Q, 1]``: fully masked rows, which see nothing; ``None`` when there can be none.
         keys: ``Bool[B|1, H|1, K, 1]``: keys that no row of the head sees; ``None`` when there can be none.
     """
 
@@ -37,9 +38,9 @@ class Blocked:
     @classmethod
     def of(cls, hidden: Tensor, *, rows: bool, keys: bool) -> Blocked:
         """Read off ``hidden`` (``Bool[B|1, H|1, Q, K]``, True = may not attend) what can be blocked at all."""
-        dead = hidden.all(-1, keepdim=True) if rows else None
+        masked = hidden.all(-1, keepdim=True) if rows else None
         unseen = hidden.all(-2).unsqueeze(-1) if keys else None
-        return cls(hidden if dead is None else hidden & ~dead, dead, unseen)
+        return cls(hidden if masked is None else hidden & ~masked, masked, unseen)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class EagerBackend(BackendBase):
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> EagerState:
         """Materialise the mask."""
         hidden = ~layout.to_dense(request.device)
-        blocked = Blocked.of(hidden, rows=layout.may_have_dead_rows, keys=layout.may_have_unseen_keys)
+        blocked = Blocked.of(hidden, rows=layout.may_have_fully_masked_rows, keys=layout.may_have_unseen_keys)
         return EagerState(hidden, blocked)
 
     def attend(
@@ -84,9 +85,9 @@ class EagerBackend(BackendBase):
             # Only now is it known which rows mask and -inf bias block together.
             bias, hidden = torch.broadcast_tensors(bias, state.hidden)
             blocked = Blocked.of(hidden | bias.isneginf(), rows=True, keys=True)
-        accumulator = torch.promote_types(q.dtype, torch.float32)
+        accumulator = accumulation_dtype(q.dtype)
 
-        q = _without(q, blocked.rows)
+        q = without(q, blocked.rows)
         k, v = (_seen_and_repeated(x, blocked.keys, request.group) for x in (k, v))
         assert request.scale is not None
         scores = torch.matmul(q, k.transpose(-2, -1)) * request.scale
@@ -97,7 +98,7 @@ class EagerBackend(BackendBase):
             scores = torch.tanh(scores / request.softcap) * request.softcap
         if bias is not None:
             # A finite bias never blocks, not even FP16's minimum plus a negative score, which overflows to -inf.
-            scores = scores + _without(bias, blocked.rows)
+            scores = scores + without(bias, blocked.rows)
             scores = scores.masked_fill(scores.isneginf(), torch.finfo(scores.dtype).min)
         scores = scores.masked_fill(blocked.scores, -torch.inf)
 
@@ -105,26 +106,18 @@ class EagerBackend(BackendBase):
         weights = F.dropout(weights, p=request.dropout_p, training=request.training)
         output = torch.matmul(weights, v)
         lse = _logsumexp(scores.to(accumulator)) if request.needs_lse or sinks is not None else None
-        if sinks is not None and lse is not None:
-            output = (output * torch.sigmoid(lse - sinks.unsqueeze(-1)).unsqueeze(-1)).to(q.dtype)
-
-        output = _without(output, blocked.rows)
-        if lse is None or not request.needs_lse:
-            return AttentionResult(output)
-        if blocked.rows is not None:
-            lse = lse.masked_fill(blocked.rows.squeeze(-1), -torch.inf)
-        return AttentionResult(output, lse)
+        return finished(output, lse, request, rows=blocked.rows, sinks=sinks)
 
 
 def _seen_and_repeated(x: Tensor, unseen: Tensor | None, group: int) -> Tensor:
     """``[B, Hkv, K, D]`` as ``[B, Hkv * group, K, D]``: each head ``group`` times in a row, without unseen keys."""
     per_head = unseen is not None and unseen.shape[1] > 1
     if not per_head:
-        x = _without(x, unseen)
+        x = without(x, unseen)
     if group > 1:
         x = x.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(1, 2)
     # A key may be seen by some of the query heads that share it, and then only they may look at it.
-    return _without(x, unseen) if per_head else x
+    return without(x, unseen) if per_head else x
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
@@ -137,7 +130,3 @@ def _logsumexp(scores: Tensor) -> Tensor:
         return torch.logsumexp(scores, dim=-1)
     top = scores.detach().amax(-1, keepdim=True)
     return torch.log(torch.exp(scores - top).sum(-1)) + top.squeeze(-1)
-
-
-def _without(x: Tensor, blocked: Tensor | None) -> Tensor:
-    return x if blocked is None else x.masked_fill(blocked, 0.0)

@@ -16,18 +16,18 @@ from polyattn import (
     PreparedAttention,
     Reason,
     StructuredMask,
-    apply_sinks,
 )
-from polyattn.kernels import features_of, missing_abilities
+from polyattn.kernels import features_of, finished, hidden_in_blocks, shut_out
 from polyattn_fa2 import providers
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
-from polyattn_fa2._pieces import Reach
+from polyattn_fa2._pieces import WindowSize
 from polyattn_fa2._sequences import Sequences, calls_of, from_blocks, from_validity, uniform
-from polyattn_fa2.providers.base import ABILITIES, MAX_WIDTH
+from polyattn_fa2.providers.base import FLASH_ATTN_INSTALL, MAX_WIDTH
 
 _BY_STRUCTURE = (
     "describe the mask by its structure (MaskLayout.causal, padded, packed, chunked, prefix_lm), or use another backend"
 )
+_BY_FLASH_ATTN = f"use the provider flash_attn ({FLASH_ATTN_INSTALL}), or another backend"
 _HINTS = {
     "float32": "cast q, k and v to bfloat16 or float16, or call under torch.autocast('cuda'), which casts all three",
     "float64": "cast q, k and v to bfloat16 or float16, or use another backend; autocast leaves FP64 as it is",
@@ -35,6 +35,8 @@ _HINTS = {
     "mask_mod": _BY_STRUCTURE,
     "per_head_mask": "use one mask for all heads, or another backend",
     "bias": "the kernels add nothing to the scores; use another backend",
+    "softcap": _BY_FLASH_ATTN,
+    "dropout": _BY_FLASH_ATTN,
 }
 
 
@@ -58,14 +60,14 @@ class FlashPlan:
     Attributes:
         sequences: the kernel calls.
         settings: of every call.
-        dead: Bool ``[B|1, 1, Q, 1]``, queries inside a sequence that see nothing since they are inactive, or ``None``.
-        unseen: Bool ``[B|1, 1, K, 1]``, keys that only such queries would see, or ``None``.
+        rows: Bool ``[B|1, 1, Q, 1]``, fully masked rows where an inactive query lies inside a sequence, or ``None``.
+        keys: Bool ``[B|1, 1, K, 1]``, keys that only such queries would see, or ``None``.
     """
 
     sequences: Sequences
     settings: Settings
-    dead: Tensor | None = None
-    unseen: Tensor | None = None
+    rows: Tensor | None = None
+    keys: Tensor | None = None
 
 
 class FlashBackend(BackendBase):
@@ -78,21 +80,19 @@ class FlashBackend(BackendBase):
     @property
     def abilities(self) -> frozenset[str]:  # type: ignore[override]  # depends on the provider
         """What the provider in use can do; without any that runs, what flash_attn can."""
-        provider, _ = providers.choose(self.options.provider, torch.device("cuda"))
-        return provider.abilities
+        return self.abilities_on(torch.device("cuda"))
+
+    def abilities_on(self, device: torch.device) -> frozenset[str]:
+        """The same for the provider that ``device`` gets."""
+        return providers.choose(self.options.provider, device)[0].abilities
+
+    def hint(self, feature: str, device: torch.device) -> str:
+        """Another mask, dtype, provider or backend."""
+        return _HINTS.get(feature, "")
 
     def device_reasons(self, device: torch.device) -> tuple[Reason, ...]:
         """The provider's: wrong device, no GPU, an old GPU, kernels absent, broken or of another version."""
         return providers.choose(self.options.provider, device)[1]
-
-    def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
-        """Every reason, with what to do about each."""
-        reasons = (
-            *self.device_reasons(request.device),
-            *missing_abilities(self.name, ABILITIES, layout, request),
-            *self.extra_reasons(layout, request),
-        )
-        return tuple(r if r.hint else dataclasses.replace(r, hint=_HINTS.get(r.feature, "")) for r in reasons)
 
     def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
         """Limits of the provider, of head widths, and of structures that are not sequences."""
@@ -119,10 +119,10 @@ class FlashBackend(BackendBase):
             self._deterministic(request),
             request.needs_lse_grad or request.has_sinks,
         )
-        reach = _uniform_reach(layout, request)
-        if reach is not None:
+        window_size = _uniform_window_size(layout, request)
+        if window_size is not None:
             sizes = (request.batch, layout.q_len, layout.kv_len)
-            return FlashPlan(uniform(*sizes, reach, fixed=provider.fixed, device=request.device), settings)
+            return FlashPlan(uniform(*sizes, window_size, fixed=provider.fixed, device=request.device), settings)
         blocks = layout.to_blocks()
         if blocks is None:
             return FlashPlan(_moved(_validity_only(layout, request), request.device), settings)
@@ -134,8 +134,8 @@ class FlashBackend(BackendBase):
             batch=request.batch,
             repeat=layout.batch == 1,
         )
-        dead, unseen = _holes(layout, sequences, request)
-        return FlashPlan(_moved(sequences, request.device), settings, dead, unseen)
+        rows, keys = hidden_in_blocks(layout, request)
+        return FlashPlan(_moved(sequences, request.device), settings, rows, keys)
 
     def attend(
         self,
@@ -149,23 +149,15 @@ class FlashBackend(BackendBase):
     ) -> AttentionResult:
         """Run the planned kernel calls."""
         plan: FlashPlan = prepared.state
-        if plan.dead is not None:
-            q = torch.where(plan.dead, 0.0, q)
-        if plan.unseen is not None:
-            k, v = torch.where(plan.unseen, 0.0, k), torch.where(plan.unseen, 0.0, v)
+        q, k, v = shut_out(q, k, v, plan.rows, plan.keys)
         output, lse = flash(q, k, v, plan.sequences, plan.settings)
-        if plan.dead is not None:
-            output = torch.where(plan.dead, 0.0, output)
-            lse = torch.where(plan.dead.squeeze(-1), -torch.inf, lse)
-        if sinks is not None:
-            output = apply_sinks(output, lse, sinks)
-        return AttentionResult(output, lse if prepared.request.needs_lse else None)
+        return finished(output, lse, prepared.request, rows=plan.rows, sinks=sinks)
 
     def describe(self, prepared: PreparedAttention) -> str:
         """The provider, and how many calls over how many sequences."""
         plan: FlashPlan = prepared.state
         title, calls = providers.get(plan.settings.provider).title(), calls_of(plan.sequences.calls)
-        if plan.sequences.q_offsets is None:
+        if plan.sequences.cu_seqlens_q is None:
             return f"{title}, one call on the batch as it is"
         many = "call" if len(calls) == 1 else "calls"
         return f"{title}, {sum(call.sequences for call in calls)} sequences in {len(calls)} {many}"
@@ -179,8 +171,8 @@ def _structure(layout: MaskLayout) -> StructuredMask:
     return layout.visibility
 
 
-def _uniform_reach(layout: MaskLayout, request: AttentionRequest) -> Reach | None:
-    """The reach of one call on whole batch rows; ``None`` where a query sees nothing or a key is not seen."""
+def _uniform_window_size(layout: MaskLayout, request: AttentionRequest) -> WindowSize | None:
+    """The window size of one call on whole batch rows; ``None`` where a query sees nothing or a key is not seen."""
     mask = layout.visibility
     if not isinstance(mask, StructuredMask) or layout.active_queries is not None or layout.heads > 1:
         return None
@@ -191,7 +183,7 @@ def _uniform_reach(layout: MaskLayout, request: AttentionRequest) -> Reach | Non
         return None
     if mask.window is None or mask.window >= max(layout.kv_len, layout.q_len):
         return -1, 0 if mask.causal else -1
-    # A key that no query sees, or a query that sees nothing; and the kernels take a reach of K or more for unbounded.
+    # A key that no query sees, or a query that sees nothing; and the kernels take a side of K or more for unbounded.
     if ahead < 0 or ahead >= mask.window:
         return None
     return mask.window - 1, 0 if mask.causal else mask.window - 1
@@ -211,20 +203,6 @@ def _validity_only(layout: MaskLayout, request: AttentionRequest) -> Sequences:
     valid = _structure(layout).kv_valid
     assert valid is not None
     return from_validity(valid, layout.active_queries, q_len=layout.q_len, batch=request.batch)
-
-
-def _holes(layout: MaskLayout, sequences: Sequences, request: AttentionRequest) -> tuple[Tensor | None, Tensor | None]:
-    """Inactive queries inside sequences, and keys that only they would see, where there are any."""
-    if layout.active_queries is None:
-        return None, None
-    on_host = "cpu" if not torch.compiler.is_compiling() else None
-    dead = layout.rows_without_keys(on_host)
-    if on_host:
-        live = int((~dead).sum()) * (request.batch if layout.batch == 1 else 1)
-        if live == sum(call.queries for call in calls_of(sequences.calls)):
-            return None, None
-    unseen = layout.unseen_keys(on_host).to(request.device)
-    return dead.to(request.device).unsqueeze(-1), unseen.unsqueeze(-1)
 
 
 def _moved(sequences: Sequences, device: torch.device) -> Sequences:
@@ -254,7 +232,7 @@ def _structure_reasons(layout: MaskLayout, request: AttentionRequest) -> tuple[R
     mask = layout.visibility
     if not isinstance(mask, StructuredMask):
         return ()
-    if layout.to_blocks() is not None or _uniform_reach(layout, request) is not None:
+    if layout.to_blocks() is not None or _uniform_window_size(layout, request) is not None:
         return ()
     if _hides_only_invalid_keys(layout):
         return ()

@@ -8,22 +8,18 @@ tensors: what lies outside every sequence never meets the kernel, which would le
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from polyattn.kernels import op_or_function, refuse_lse_gradient, with_lse_column, with_width
 from polyattn_fa2 import providers
-from polyattn_fa2._packing import parts, ready, tokens_of, whole, with_column
+from polyattn_fa2._packing import parts, tokens_of, whole
 from polyattn_fa2._pieces import MAX_CALLS
 from polyattn_fa2._sequences import Sequences, calls_of
 from polyattn_fa2.providers.base import WIDTH_STEP
-
-_LSE_GRADIENT = (
-    "backend 'fa': a gradient reached the LSE, but the request was made with needs_lse_grad=False; "
-    "make it with needs_lse_grad=True, or detach the LSE"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +58,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, settings: Setti
     """
     s, how = sequences, settings
     inputs = (
-        q, k, v, s.calls, s.q_offsets, s.k_offsets, s.q_rows, s.q_slots, s.k_rows,
+        q, k, v, s.calls, s.cu_seqlens_q, s.cu_seqlens_k, s.q_rows, s.q_slots, s.k_rows,
         how.provider, how.scale, how.softcap, how.dropout, how.deterministic,
     )  # fmt: skip
     if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
@@ -99,28 +95,20 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if grad_lse is not None and not ctx.lse_grad and not torch.compiler.is_compiling():
-            # A compiler asks for the gradient of every output it returns; there the right one is computed.
-            raise RuntimeError(_LSE_GRADIENT)
+        refuse_lse_gradient("fa", grad_lse, prepared=ctx.lse_grad)
         if grad is None and grad_lse is None:
             return (None,) * 15
         q, k, v, output, *others = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(output)
-        run = _backward_op if _must_be_opaque(q) else _backward
+        run = op_or_function(_backward_op, _backward, q)
         grads = run(grad, grad_lse, q, k, v, output, *others, *ctx.constants)
         return (*grads, *(None,) * 12)
 
 
 def _run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    run = _forward_op if _must_be_opaque(inputs[0]) else _forward
-    result: tuple[Tensor, Tensor, Tensor] = run(*inputs)
-    return result
-
-
-def _must_be_opaque(x: Tensor) -> bool:
-    """Whether a compiler, a dispatch mode or a tensor subclass watches; otherwise the cost of an op is saved."""
-    return torch.compiler.is_compiling() or type(x) is not Tensor or _get_current_dispatch_mode() is not None
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]] = op_or_function(_forward_op, _forward, inputs[0])
+    return run(*inputs)
 
 
 def _forward(
@@ -128,8 +116,8 @@ def _forward(
     k: Tensor,
     v: Tensor,
     calls: Tensor,
-    q_offsets: Tensor | None,
-    k_offsets: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     q_rows: Tensor | None,
     q_slots: Tensor | None,
     k_rows: Tensor | None,
@@ -141,15 +129,18 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel, settings = providers.get(provider), (scale, softcap, dropout, deterministic)
     width, v_width = padded_width(q.shape[3], v.shape[3]), v.shape[3]
-    tq, tk, tv = (tokens_of(x, fixed=q_offsets is None) for x in (q, k, v))
+    tq, tk, tv = (tokens_of(x, fixed=cu_seqlens_q is None) for x in (q, k, v))
     output = lse = None
     real = calls_of(calls)
     if not any(call.all_queries for call in real):
         output, lse = tq.new_zeros((*tq.shape[:2], v_width)), tq.new_full(tq.shape[:2], -torch.inf, dtype=torch.float32)
     rng_states = torch.zeros(MAX_CALLS, 2, dtype=torch.int64, device=q.device)
-    for i, part in enumerate(parts(real, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings)):
+    for i, part in enumerate(parts(real, cu_seqlens_q, cu_seqlens_k, q_rows, q_slots, k_rows, settings)):
         packed, packed_lse, rng_states[i] = kernel.forward(
-            ready(part.queries(tq), width), ready(part.keys(tk), width), ready(part.keys(tv), width), part.call
+            with_width(part.queries(tq), width),
+            with_width(part.keys(tk), width),
+            with_width(part.keys(tv), width),
+            part.call,
         )
         output = part.put_queries(output, packed[..., :v_width])
         # The kernels say +inf where a sum is NaN.
@@ -181,8 +172,8 @@ def _backward(
     lse: Tensor,
     rng_states: Tensor,
     calls: Tensor,
-    q_offsets: Tensor | None,
-    k_offsets: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     q_rows: Tensor | None,
     q_slots: Tensor | None,
     k_rows: Tensor | None,
@@ -195,13 +186,10 @@ def _backward(
     kernel, settings = providers.get(provider), (scale, softcap, dropout, deterministic)
     d, dv = q.shape[3], v.shape[3]
     width = padded_width(d, dv) if grad_lse is None else width_with_lse_gradient(d, dv)
-    fixed = q_offsets is None
+    fixed = cu_seqlens_q is None
     tq, tk, tv, tgrad, toutput, tlse = (tokens_of(x, fixed=fixed) for x in (q, k, v, grad, output, lse))
     if grad_lse is not None:
-        # Flash backward forms delta = rowsum(dO * O) and needs delta - dLSE: one more column, with 1 in dO and -dLSE in
-        # O, adds exactly that, while zeros there in v leave dP as it is.
-        tdlse = tokens_of(grad_lse, fixed=fixed)
-        tgrad, toutput = with_column(tgrad, torch.ones_like(tdlse)), with_column(toutput, -tdlse)
+        tgrad, toutput = with_lse_column(tgrad, toutput, tokens_of(grad_lse, fixed=fixed))
     grads: list[Tensor | None] = [None, None, None]
     real = calls_of(calls)
     shared = any(call.shared for call in real)
@@ -210,13 +198,13 @@ def _backward(
     if not any(call.all_keys for call in real):
         dtype = torch.float32 if shared else q.dtype
         grads[1:] = torch.zeros_like(tk, dtype=dtype), torch.zeros_like(tv, dtype=dtype)
-    for i, part in enumerate(parts(real, q_offsets, k_offsets, q_rows, q_slots, k_rows, settings)):
+    for i, part in enumerate(parts(real, cu_seqlens_q, cu_seqlens_k, q_rows, q_slots, k_rows, settings)):
         packed = kernel.backward(
-            ready(part.queries(tgrad), width),
-            ready(part.queries(tq), width),
-            ready(part.keys(tk), width),
-            ready(part.keys(tv), width),
-            ready(part.queries(toutput), width),
+            with_width(part.queries(tgrad), width),
+            with_width(part.queries(tq), width),
+            with_width(part.keys(tk), width),
+            with_width(part.keys(tv), width),
+            with_width(part.queries(toutput), width),
             part.queries(tlse, torch.inf).mT.contiguous(),
             rng_states[i],
             part.call,

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
 from polyattn_fa2._sequences import Call
 from polyattn_fa2.providers import KernelCall
@@ -65,8 +63,8 @@ class Part(NamedTuple):
 
 def parts(
     calls: list[Call],
-    q_offsets: Tensor | None,
-    k_offsets: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     q_rows: Tensor | None,
     q_slots: Tensor | None,
     k_rows: Tensor | None,
@@ -76,14 +74,19 @@ def parts(
     scale, softcap, dropout, deterministic = settings
     at = at_query = at_key = 0
     for one in calls:
-        call = KernelCall(scale, one.left, one.right, softcap, dropout, deterministic)
-        if q_offsets is None or k_offsets is None or q_rows is None or q_slots is None or k_rows is None:
+        call = KernelCall(scale, one.window_size, softcap, dropout, deterministic)
+        if cu_seqlens_q is None or cu_seqlens_k is None or q_rows is None or q_slots is None or k_rows is None:
             yield Part(call)
             continue
         offsets = slice(at, at + one.sequences + 1)
         queries, keys = slice(at_query, at_query + one.queries), slice(at_key, at_key + one.keys)
         yield Part(
-            call._replace(q_offsets=q_offsets[offsets], k_offsets=k_offsets[offsets], max_q=one.max_q, max_k=one.max_k),
+            call._replace(
+                cu_seqlens_q=cu_seqlens_q[offsets],
+                cu_seqlens_k=cu_seqlens_k[offsets],
+                max_seqlen_q=one.max_seqlen_q,
+                max_seqlen_k=one.max_seqlen_k,
+            ),
             one.slots,
             None if one.all_queries else q_rows[queries],
             None if one.slots == one.queries else q_slots[queries],
@@ -102,15 +105,3 @@ def whole(tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Tokens as a tensor of ``shape`` ``[B, H, S, ...]``; in memory they stay token by token."""
     b, h, s, *inner = shape
     return tokens.reshape(b, s, h, *inner).transpose(1, 2)
-
-
-def ready(x: Tensor, width: int) -> Tensor:
-    """``x`` of the width that the kernel wants, its last dimension contiguous."""
-    if x.shape[-1] < width:
-        x = functional.pad(x, (0, width - x.shape[-1]))  # keeps an order of dimensions such as channels last
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def with_column(x: Tensor, column: Tensor) -> Tensor:
-    """``x`` ``[..., X]`` with one more column behind its own."""
-    return torch.cat([x, column.unsqueeze(-1).to(x.dtype)], -1)

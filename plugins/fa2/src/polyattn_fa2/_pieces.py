@@ -4,8 +4,8 @@ A block is a row of ``MaskLayout.to_blocks()``: inside it query i sees key j iff
 from the block's start) satisfies ``d >= 0`` when causal and ``|d| < window``. The kernels know no shift: they put the
 last query of a sequence on its last key. So the queries of a block up to its last key form one sequence, with filler
 queries behind them where keys go on, and those beyond its last key another one, which only looks back. Queries that all
-stand before the first key only look ahead, from wherever they are put. All sequences of a call share the same reach to
-the left and to the right; sequences that need another reach make another call. There are at most five. The
+stand before the first key only look ahead, from wherever they are put. All sequences of a call share one window
+size, to the left and to the right; sequences that need another one make another call. There are at most five. The
 fillers of a sequence are fewer than the most queries and the most keys of a block together, however far apart they are.
 """
 
@@ -15,8 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-Reach = tuple[int, int]
-EVERYTHING: Reach = (-1, -1)
+#: How many keys before and after its position a query sees, as the kernels take it; -1: all.
+WindowSize = tuple[int, int]
+EVERYTHING: WindowSize = (-1, -1)
 #: Causal, both ways, everything, looking back only, and looking ahead only.
 MAX_CALLS = 5
 
@@ -39,9 +40,9 @@ class Piece(NamedTuple):
     keys: int
 
 
-def pieces_by_reach(
+def pieces_by_window_size(
     blocks: Iterable[Sequence[int]], window: int | None, *, q_len: int, kv_len: int
-) -> dict[Reach, list[Piece]]:
+) -> dict[WindowSize, list[Piece]]:
     """The sequences of each kernel call, sorted by query.
 
     Args:
@@ -57,16 +58,16 @@ def pieces_by_reach(
 
 
 class _Found(NamedTuple):
-    """A piece, and the reach that it needs.
+    """A piece, and the window size that it needs.
 
-    ``reach`` is ``None`` for a single query that sees all keys of its piece: any call that reaches them can take it.
-    ``behind`` is how far a piece beyond its last key looks back, counted from its end; the left reach of its call
+    ``window_size`` is ``None`` for a single query that sees all keys of its piece: any call that reaches them can take
+    it. ``behind`` is how far a piece beyond its last key looks back, counted from its end; the left side of its call
     follows from all of them. ``ahead`` is how far a piece before its first key looks ahead, once its last query stands
     on its last key; likewise.
     """
 
     piece: Piece
-    reach: Reach | None = None
+    window_size: WindowSize | None = None
     behind: int | None = None
     ahead: int | None = None
 
@@ -93,9 +94,9 @@ def _pieces(blocks: Iterable[Sequence[int]], window: int | None, q_len: int, kv_
         looks_back = bool(causal) or (any_causal and shift >= keys - 1)
         head = min(queries, max(0, keys - shift))
         if head:
-            reach = -1 if window is None else min(window - 1, q_len + kv_len)  # the kernels count in int32
+            side = -1 if window is None else min(window - 1, q_len + kv_len)  # the kernels count in int32
             fillers = keys - shift - head
-            found.append(_Found(Piece(q0, head, fillers, k0, keys), (reach, 0 if looks_back else reach)))
+            found.append(_Found(Piece(q0, head, fillers, k0, keys), (side, 0 if looks_back else side)))
         if head == queries:
             continue
         tail, first = queries - head, 0 if window is None else max(0, head + shift - window + 1)
@@ -115,22 +116,22 @@ def _farthest(q_start: int, q_stop: int, k_start: int, k_stop: int, shift: int) 
     return max(q_stop - q_start - 1 + shift, k_stop - k_start - 1 - shift)
 
 
-def _grouped(found: list[_Found]) -> dict[Reach, list[Piece]]:
+def _grouped(found: list[_Found]) -> dict[WindowSize, list[Piece]]:
     """The pieces of each call, sorted by query."""
-    groups: dict[Reach, list[Piece]] = defaultdict(list)
-    # All that look ahead share the farthest reach, fillers moving each to where it needs that.
+    groups: dict[WindowSize, list[Piece]] = defaultdict(list)
+    # All that look ahead share the farthest sight, fillers moving each to where it needs that.
     right = max((x.ahead for x in found if x.ahead is not None), default=0)
     # Query i' of a tail stands `left + fillers` places before what the last query sees first: all share the least left.
     left = min((x.behind for x in found if x.behind is not None), default=0)
-    for piece, reach, behind, ahead in found:
+    for piece, window_size, behind, ahead in found:
         if ahead is not None:
             groups[-1, right].append(piece._replace(fillers=right - ahead))
         elif behind is not None:
             groups[left, -1].append(piece._replace(fillers=behind - left))
-        elif reach is not None:
-            groups[reach].append(piece)
-    for piece, reach, behind, ahead in found:
-        if reach is None and behind is None and ahead is None:
+        elif window_size is not None:
+            groups[window_size].append(piece)
+    for piece, window_size, behind, ahead in found:
+        if window_size is None and behind is None and ahead is None:
             takes_it = (r for r in groups if r[0] < 0 or r[0] >= piece.keys - 1)
             groups[next(takes_it, EVERYTHING)].append(piece)
-    return {reach: sorted(pieces) for reach, pieces in groups.items()}
+    return {window_size: sorted(pieces) for window_size, pieces in groups.items()}

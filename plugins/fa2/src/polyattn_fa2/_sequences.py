@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn_fa2._pieces import EVERYTHING, MAX_CALLS, Reach, pieces_by_reach
+from polyattn_fa2._pieces import EVERYTHING, MAX_CALLS, WindowSize, pieces_by_window_size
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -25,8 +25,8 @@ class Call(NamedTuple):
         slots: queries with fillers.
         keys: keys.
         sequences: how many.
-        max_q: the longest sequence of queries, fillers included.
-        max_k: at least the longest sequence of keys.
+        max_seqlen_q: the longest sequence of queries, fillers included.
+        max_seqlen_k: at least the longest sequence of keys.
         left: how many keys before its position a query sees; -1: all.
         right: how many keys after its position a query sees; -1: all.
         all_queries: 1 where this one call takes all queries in order, so that their rows are not listed.
@@ -38,13 +38,18 @@ class Call(NamedTuple):
     slots: int
     keys: int
     sequences: int
-    max_q: int
-    max_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int
     left: int
     right: int
     all_queries: int
     all_keys: int
     shared: int
+
+    @property
+    def window_size(self) -> WindowSize:
+        """The two sides as the kernels take them."""
+        return self.left, self.right
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,16 +58,16 @@ class Sequences:
 
     Attributes:
         calls: int64 CPU ``[MAX_CALLS, 11]``, columns of :class:`Call`, rows of zeros behind the last call.
-        q_offsets: int32, for each call where its sequences of slots begin, and where the last one ends.
-        k_offsets: int32, likewise for keys.
+        cu_seqlens_q: int32, for each call where its sequences of slots begin, and where the last one ends.
+        cu_seqlens_k: int32, likewise for keys.
         q_rows: int64, the row of the flattened ``[B * Q]`` of each query; empty where a call takes all.
         q_slots: int64, the place of each query within its call's slots; empty where there are no fillers.
         k_rows: int64, the row of the flattened ``[B * K]`` of each key; empty where a call takes all.
     """
 
     calls: Tensor
-    q_offsets: Tensor | None = None
-    k_offsets: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
     q_rows: Tensor | None = None
     q_slots: Tensor | None = None
     k_rows: Tensor | None = None
@@ -73,9 +78,11 @@ def calls_of(table: Tensor) -> list[Call]:
     return [Call(*row) for row in table.tolist() if row[0]]
 
 
-def uniform(batch: int, q_len: int, kv_len: int, reach: Reach, *, fixed: bool, device: torch.device) -> Sequences:
+def uniform(
+    batch: int, q_len: int, kv_len: int, window_size: WindowSize, *, fixed: bool, device: torch.device
+) -> Sequences:
     """Every batch row as one sequence; ``fixed``: for a kernel that takes ``[B, S, H, D]``. Reads nothing."""
-    call = Call(batch * q_len, batch * q_len, batch * kv_len, batch, q_len, kv_len, *reach, 1, 1, 0)
+    call = Call(batch * q_len, batch * q_len, batch * kv_len, batch, q_len, kv_len, *window_size, 1, 1, 0)
     if fixed:
         return Sequences(_table([call]))
     rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
@@ -115,10 +122,10 @@ def from_validity(kv_valid: Tensor, active: Tensor | None, *, q_len: int, batch:
 
 
 def _lower(blocks: Tensor, window: int, q_len: int, kv_len: int, batch: int, repeat: bool) -> Tables:
-    groups = pieces_by_reach(blocks.tolist(), None if window < 0 else window, q_len=q_len, kv_len=kv_len)
-    table = {reach: torch.tensor(pieces, dtype=torch.int64) for reach, pieces in groups.items()}
+    groups = pieces_by_window_size(blocks.tolist(), None if window < 0 else window, q_len=q_len, kv_len=kv_len)
+    table = {size: torch.tensor(pieces, dtype=torch.int64) for size, pieces in groups.items()}
     if repeat:
-        table = {reach: _repeated(pieces, batch, q_len, kv_len) for reach, pieces in table.items()}
+        table = {size: _repeated(pieces, batch, q_len, kv_len) for size, pieces in table.items()}
     return _joined(table, batch * q_len, batch * kv_len)
 
 
@@ -166,9 +173,9 @@ def _repeated(pieces: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor:
     return (pieces + torch.arange(batch)[:, None, None] * step).flatten(0, 1)
 
 
-def _joined(groups: dict[Reach, Tensor], q_rows: int, k_rows: int) -> Tables:
+def _joined(groups: dict[WindowSize, Tensor], q_rows: int, k_rows: int) -> Tables:
     """The calls of tables of pieces ``[N, 5]``; ``q_rows`` and ``k_rows`` are B * Q and B * K."""
-    groups = {reach: pieces for reach, pieces in groups.items() if len(pieces)}
+    groups = {size: pieces for size, pieces in groups.items() if len(pieces)}
     if not groups:
         none = torch.empty(0, dtype=torch.int64)
         return _table([]), none.int(), none.int(), none.clone(), none.clone(), none.clone()
@@ -178,26 +185,26 @@ def _joined(groups: dict[Reach, Tensor], q_rows: int, k_rows: int) -> Tables:
     all_keys = alone and _is_everything(k_start, keys, k_rows)
     by_key = k_start.argsort()
     shared = bool((k_start[by_key][1:] < (k_start + keys)[by_key][:-1]).any())
-    calls, q_offsets, k_offsets, slots = [], [], [], []
+    calls, cu_seqlens_q, cu_seqlens_k, slots = [], [], [], []
     for (left, right), pieces in groups.items():
         _, q_sizes, more, _, k_sizes = pieces.unbind(1)
         padded = q_sizes + more
-        max_q, max_k = int(padded.max()), int(k_sizes.max())
+        max_seqlen_q, max_seqlen_k = int(padded.max()), int(k_sizes.max())
         if right > 0 or (left >= 0 and right < 0):
-            # The kernels take a reach of max_k or more for unbounded, and an unbounded one beside a bounded one for
-            # max_k: wrong for a query that stands farther than that before its last key, unless max_k says so.
-            max_k = max(max_k, max_q - 1)
+            # The kernels take a side of max_seqlen_k or more for unbounded, and an unbounded one beside a bounded one
+            # for max_seqlen_k: wrong for a query farther than that before its last key, unless max_seqlen_k says so.
+            max_seqlen_k = max(max_seqlen_k, max_seqlen_q - 1)
         totals = (int(q_sizes.sum()), int(padded.sum()), int(k_sizes.sum()))
         flags = (int(all_queries), int(all_keys), int(shared))
-        calls.append(Call(*totals, len(pieces), max_q, max_k, left, right, *flags))
-        q_offsets.append(_offsets(padded))
-        k_offsets.append(_offsets(k_sizes))
-        slots.append(_ranges(q_offsets[-1][:-1].long(), q_sizes))
+        calls.append(Call(*totals, len(pieces), max_seqlen_q, max_seqlen_k, left, right, *flags))
+        cu_seqlens_q.append(_offsets(padded))
+        cu_seqlens_k.append(_offsets(k_sizes))
+        slots.append(_ranges(cu_seqlens_q[-1][:-1].long(), q_sizes))
     nothing = q_start.new_empty(0)
     return (
         _table(calls),
-        torch.cat(q_offsets),
-        torch.cat(k_offsets),
+        torch.cat(cu_seqlens_q),
+        torch.cat(cu_seqlens_k),
         nothing if all_queries else _ranges(q_start, queries),
         torch.cat(slots) if bool(fillers.any()) else nothing.clone(),
         nothing.clone() if all_keys else _ranges(k_start, keys),

@@ -17,9 +17,8 @@ from polyattn import (
     MaskLayout,
     PreparedAttention,
     Reason,
-    apply_sinks,
 )
-from polyattn.kernels import missing_abilities
+from polyattn.kernels import accumulation_dtype, finished, fully_masked_rows, shut_out, unseen_keys
 from polyattn_flex import _reasons
 from polyattn_flex._blocks import TILE, Blocks, from_ranges, from_rows
 from polyattn_flex._options import FlexOptions
@@ -38,15 +37,15 @@ class FlexPlan:
             two ``Int32[B|1, Q]``;
         dense: or, where a query's keys are not a run, ``Bool[B|1, H|1, Q, K]``; or neither, and it is the layout's own
             function.
-        dead: ``Bool[B|1, H|1, Q, 1]``, rows that see nothing, where gradients have to be kept from them.
-        unseen: ``Bool[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` when there are none.
+        rows: ``Bool[B|1, H|1, Q, 1]``, fully masked rows, where gradients have to be kept from them.
+        keys: ``Bool[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` when there are none.
     """
 
     blocks: Blocks | None = None
     ranges: tuple[Tensor, Tensor] | None = None
     dense: Tensor | None = None
-    dead: Tensor | None = None
-    unseen: Tensor | None = None
+    rows: Tensor | None = None
+    keys: Tensor | None = None
 
 
 class FlexBackend(BackendBase):
@@ -74,13 +73,13 @@ class FlexBackend(BackendBase):
         """The kind of device, and what its compiler needs."""
         return _reasons.of_device(device, compiled=self.options.compiled)
 
-    def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
-        """Every reason: device and compiler first, then features that the device's kernel lacks, then options."""
-        device = request.device
-        missing = missing_abilities(self.name, self.abilities_on(device), layout, request)
-        if self.options.compiled:
-            missing = tuple(_reasons.explained(reason, device) for reason in missing)
-        return (*self.device_reasons(device), *missing, *_reasons.of_options(self.options, layout, request))
+    def hint(self, feature: str, device: torch.device) -> str:
+        """Which other form of FlexAttention has the feature."""
+        return _reasons.hint(feature, device) if self.options.compiled else ""
+
+    def extra_reasons(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+        """Options and features that exclude each other."""
+        return _reasons.of_options(self.options, layout, request)
 
     def preference(self, layout: MaskLayout, request: AttentionRequest) -> int:
         """On CUDA above lowerings in plain operations; on the CPU last, since each new size is seconds of compiling."""
@@ -91,24 +90,23 @@ class FlexBackend(BackendBase):
         device, backward = request.device, request.needs_grad
         if 0 in (request.batch, layout.q_len, layout.kv_len):
             return FlexPlan()
-        dead = layout.rows_without_keys(device).unsqueeze(-1) if backward and layout.may_have_dead_rows else None
-        unseen = _unseen_keys(layout, request) if layout.may_have_unseen_keys else None
+        rows, keys = fully_masked_rows(layout, request) if backward else None, unseen_keys(layout, request)
         if not self.options.compiled:
             if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
                 _warn_uncompiled()
-            return FlexPlan(dense=layout.to_dense(device), dead=dead, unseen=unseen)
+            return FlexPlan(dense=layout.to_dense(device), rows=rows, keys=keys)
         ranges = layout.key_ranges()
         if ranges is not None:
             blocks = from_ranges(*ranges, layout.kv_len, backward=backward).to(device)
             start, stop = (x.to(device, torch.int32) for x in ranges)
-            return FlexPlan(blocks, ranges=(start, stop), dead=dead, unseen=unseen)
+            return FlexPlan(blocks, ranges=(start, stop), rows=rows, keys=keys)
         if not _reasons.on_cpu(device) and not isinstance(layout.visibility, Tensor) and not request.has_bias:
-            rows = functools.partial(layout.dense_rows, device=device)
-            return FlexPlan(from_rows(rows, layout.q_len, backward=backward), dead=dead, unseen=unseen)
+            read = functools.partial(layout.dense_rows, device=device)
+            return FlexPlan(from_rows(read, layout.q_len, backward=backward), rows=rows, keys=keys)
         # The CPU kernel runs as an operator, which takes tensors and no function; the level of a biased row needs them.
         dense = layout.to_dense(device)
         blocks = from_rows(lambda start, stop: dense[:, :, start:stop], layout.q_len, backward=backward)
-        return FlexPlan(blocks, dense=dense, dead=dead, unseen=unseen)
+        return FlexPlan(blocks, dense=dense, rows=rows, keys=keys)
 
     def attend(
         self,
@@ -125,27 +123,17 @@ class FlexBackend(BackendBase):
         request = prepared.request
         if plan.blocks is None and plan.dense is None:
             return _empty(q, k, v, request, bias, sinks)
-        if plan.unseen is not None:
-            k, v = torch.where(plan.unseen, 0.0, k), torch.where(plan.unseen, 0.0, v)
-        if plan.dead is not None:  # backward its NaN would pass through products with zero
-            q = torch.where(plan.dead, 0.0, q)
+        rows = plan.rows
+        q, k, v = shut_out(q, k, v, rows, plan.keys)
         if bias is not None:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            bias = bias.to(wide).reshape((1,) * (4 - bias.dim()) + bias.shape)
+            bias = bias.to(accumulation_dtype(q.dtype)).reshape((1,) * (4 - bias.dim()) + bias.shape)
         # A bias may block what the mask leaves of a row; only the LSE knows.
         want_lse = request.needs_lse or request.has_sinks or (bias is not None and request.needs_grad)
         output, lse = self._run(q, k, v, prepared, bias, lse=want_lse)
-        dead = plan.dead
         if bias is not None and request.needs_grad:
             assert lse is not None
-            dead = lse.detach().isneginf().unsqueeze(-1)
-        if dead is not None:
-            output = torch.where(dead, 0.0, output)
-            lse = None if lse is None else torch.where(dead.squeeze(-1), -torch.inf, lse)
-        if sinks is not None:
-            assert lse is not None
-            output = apply_sinks(output, lse, sinks)
-        return AttentionResult(output, lse if request.needs_lse else None)
+            rows = lse.detach().isneginf().unsqueeze(-1)
+        return finished(output, lse, request, rows=rows, sinks=sinks)
 
     def _run(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: PreparedAttention, bias: Tensor | None, *, lse: bool
@@ -203,13 +191,6 @@ def _widened(x: Tensor) -> Tensor:
     return F.pad(x, (0, _LEAST_WIDTH - x.shape[3])) if x.shape[3] < _LEAST_WIDTH else x
 
 
-def _unseen_keys(layout: MaskLayout, request: AttentionRequest) -> Tensor:
-    unseen = layout.unseen_keys(request.device)
-    if unseen.shape[1] > 1:
-        unseen = unseen.unflatten(1, (request.kv_heads, request.group)).all(2)
-    return unseen.unsqueeze(-1)
-
-
 def _empty(
     q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest, bias: Tensor | None, sinks: Tensor | None
 ) -> AttentionResult:
@@ -219,7 +200,7 @@ def _empty(
     output = nothing.expand(*q.shape[:3], v.shape[3]).contiguous()
     if not request.needs_lse:
         return AttentionResult(output)
-    lse = (nothing - torch.inf).to(torch.promote_types(q.dtype, torch.float32))
+    lse = (nothing - torch.inf).to(accumulation_dtype(q.dtype))
     return AttentionResult(output, lse.expand(q.shape[:3]).contiguous())
 
 

@@ -16,6 +16,7 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from polyattn import Reason, UnsupportedAttentionError
+from polyattn.kernels import put_back, without
 from polyattn_flex._blocks import TILE, Blocks
 from polyattn_flex._mods import Mask, mask_mod, row_level, row_peak, score_mod, without_hidden
 from polyattn_flex._reasons import on_cpu
@@ -154,18 +155,18 @@ def evaluated(
     Called as the function that torch itself calls there, without its detour through Dynamo, which costs more than the
     attention. Arguments and results as for :func:`compiled`; ``mask`` is ``Bool[B|1, H|1, Q, K]``.
     """
-    level = dead = None
+    level = rows = None
     if bias is not None:
         peak = row_peak(mask, bias, k.shape[2])
-        level, dead = row_level(peak), peak.isneginf()
+        level, rows = row_level(peak), peak.isneginf().unsqueeze(-1)
         q, k, v = without_hidden(q, k, v, mask, bias)
-        bias = torch.where(dead.unsqueeze(-1), 0, bias)  # the derivative of an LSE of -inf is NaN
+        bias = without(bias, rows)  # the derivative of an LSE of -inf is NaN
     change = score_mod(softcap, bias, level) or _unchanged
     output, lse, *_ = math_attention(q, k, v, change, (mask_mod(mask),), scale, {})
     lse = lse * math.log(2)  # torch's functions below the public one count in powers of two
-    if level is None or dead is None:
+    if level is None:
         return output, lse
-    return torch.where(dead.unsqueeze(-1), 0, output), torch.where(dead, -torch.inf, lse + level)
+    return put_back(output, lse + level, rows)
 
 
 def _unchanged(score: Tensor, *_: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from polyattn.kernels import of_kv_heads, shut_out
+
 #: A row whose visible biases all lie below this is counted from the highest of them; FP32 still tells 1e-4 there.
 _DEEP = -1e3
 
@@ -71,10 +73,8 @@ def without_hidden(
     Their NaN would pass through products with a weight of zero.
     """
     seen = _dense(mask, k.shape[2]) & ~bias.isneginf()
-    rows, keys = seen.any(-1).unsqueeze(-1), seen.any(-2).unsqueeze(-1)
-    if keys.shape[1] > 1:
-        keys = keys.unflatten(1, (k.shape[1], -1)).any(2)
-    return torch.where(rows, q, 0.0), torch.where(keys, k, 0.0), torch.where(keys, v, 0.0)
+    rows, keys = ~seen.any(-1), of_kv_heads(~seen.any(-2), k.shape[1])
+    return shut_out(q, k, v, rows.unsqueeze(-1), keys.unsqueeze(-1))
 
 
 def row_peak(mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor, kv_len: int) -> Tensor:

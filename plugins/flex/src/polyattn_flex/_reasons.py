@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import os
@@ -87,14 +86,13 @@ def _of_cuda(device: torch.device) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
-def explained(reason: Reason, device: torch.device) -> Reason:
-    """A missing ability of the compiled kernels, with the cause and what to do."""
-    if on_cpu(device) and reason.feature in _ON_CPU:
-        need = f"a CUDA device, since {_ON_CPU[reason.feature]}"
-        return dataclasses.replace(reason, got=f"{reason.got} on {device}", need=need, hint=_UNCOMPILED)
-    if reason.feature == "float64":
-        return dataclasses.replace(reason, need="float32, bfloat16 or float16", hint=_UNCOMPILED)
-    return reason
+def hint(feature: str, device: torch.device) -> str:
+    """Which other form has a feature that the compiled kernel of ``device`` lacks."""
+    if on_cpu(device) and feature in _ON_CPU:
+        return f"use a CUDA device, since {_ON_CPU[feature]}; or {_UNCOMPILED}"
+    if feature == "float64":
+        return f"cast q, k and v to float32, bfloat16 or float16; or {_UNCOMPILED}"
+    return ""
 
 
 def of_options(options: FlexOptions, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:

@@ -17,8 +17,8 @@ from polyattn import (
     PreparedAttention,
     Reason,
     StructuredMask,
-    apply_sinks,
 )
+from polyattn.kernels import finished, fully_masked_rows, hidden_in_blocks, of_kv_heads, shut_out, unseen_keys
 from polyattn_sdpa._kernels import FEW_KEYS
 from polyattn_sdpa._ops import fused
 from polyattn_sdpa._options import SdpaOptions
@@ -51,8 +51,8 @@ class SdpaPlan:
         blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``.
         mask: additive ``[B|1, H|1, Q, K]``; rows that see nothing are left open, since the kernels give NaN there;
             beside a bias they are opened when it is known.
-        dead: Bool ``[B|1, H|1, Q, 1]``, rows that see nothing, or ``None`` when the path leaves none to the kernel.
-        unseen: Bool ``[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` likewise.
+        rows: Bool ``[B|1, H|1, Q, 1]``, fully masked rows, or ``None`` when the path leaves none to the kernel.
+        keys: Bool ``[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` likewise.
         upcast: whether the backward of the fused calls casts to FP32.
     """
 
@@ -62,8 +62,8 @@ class SdpaPlan:
     window: int | None = None
     blocks: Tensor | None = None
     mask: Tensor | None = None
-    dead: Tensor | None = None
-    unseen: Tensor | None = None
+    rows: Tensor | None = None
+    keys: Tensor | None = None
     upcast: bool = False
 
 
@@ -107,14 +107,14 @@ class SdpaBackend(BackendBase):
                 return SdpaPlan("plain", causal=_structure(layout).causal)
             blocks = layout.to_blocks()
             if blocks is not None:
-                dead, unseen = _selections_in_blocks(layout, request, blocks)
+                rows, keys = hidden_in_blocks(layout, request)
                 window, per_row = _structure(layout).window, layout.batch > 1
-                return SdpaPlan("tiles", False, per_row, window, blocks, dead=dead, unseen=unseen, upcast=upcast)
-        dead, unseen = _selections(layout, request)
+                return SdpaPlan("tiles", False, per_row, window, blocks, rows=rows, keys=keys, upcast=upcast)
+        rows, keys = fully_masked_rows(layout, request), unseen_keys(layout, request)
         visible = layout.to_dense(request.device)
-        opened = visible if dead is None or request.has_bias else visible | dead
+        opened = visible if rows is None or request.has_bias else visible | rows
         mask = additive(opened, request.dtype)
-        return SdpaPlan("math" if math else "dense", mask=mask, dead=dead, unseen=unseen, upcast=upcast)
+        return SdpaPlan("math" if math else "dense", mask=mask, rows=rows, keys=keys, upcast=upcast)
 
     def attend(
         self,
@@ -138,20 +138,17 @@ class SdpaBackend(BackendBase):
                 q, k, v, plan.mask, is_causal=plan.causal, scale=scale, **_grouped(request)
             )
             return AttentionResult(output)
-        dead, unseen, mask = plan.dead, plan.unseen, plan.mask
+        rows, keys, mask = plan.rows, plan.keys, plan.mask
         if bias is not None:
             assert mask is not None
             mask = bias + mask
             if mask.numel():
                 # A bias of -inf may block the rest of a row: open it for the kernel and select 0 afterwards.
                 scores = mask.detach()
-                dead = scores.amax(-1, keepdim=True) == -torch.inf
-                unseen = ~_of_kv_heads(scores.amax(-2) != -torch.inf, request).unsqueeze(-1)
-                mask = torch.where(dead, 0.0, mask)
-        if dead is not None:
-            q = torch.where(dead, 0.0, q)
-        if unseen is not None:
-            k, v = torch.where(unseen, 0.0, k), torch.where(unseen, 0.0, v)
+                rows = scores.amax(-1, keepdim=True) == -torch.inf
+                keys = of_kv_heads(scores.amax(-2) == -torch.inf, request.kv_heads).unsqueeze(-1)
+                mask = torch.where(rows, 0.0, mask)
+        q, k, v = shut_out(q, k, v, rows, keys)
         lse: Tensor | None = None
         if plan.path == "math":
             output = _math(q, k, v, mask, scale, request)
@@ -168,13 +165,7 @@ class SdpaBackend(BackendBase):
                 upcast=plan.upcast,
                 lse_grad=request.needs_lse_grad or request.has_sinks,
             )
-        if dead is not None:
-            output = torch.where(dead, 0.0, output)
-            lse = None if lse is None else torch.where(dead.squeeze(-1), -torch.inf, lse)
-        if sinks is not None:
-            assert lse is not None
-            output = apply_sinks(output, lse, sinks)
-        return AttentionResult(output, lse if request.needs_lse else None)
+        return finished(output, lse, request, rows=rows, sinks=sinks)
 
     def describe(self, prepared: PreparedAttention) -> str:
         """The path that was planned."""
@@ -221,33 +212,6 @@ def _is_one_call(layout: MaskLayout, request: AttentionRequest) -> bool:
         return False
     low_group = request.group > 1 and request.needs_grad and request.dtype in (torch.float16, torch.bfloat16)
     return not (request.needs_lse or request.has_sinks or low_group)
-
-
-def _selections(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor | None, Tensor | None]:
-    """Rows that see nothing ``[B|1, H|1, Q, 1]`` and unseen keys ``[B|1, Hkv|1, K, 1]``, where there may be any."""
-    dead = layout.rows_without_keys(request.device).unsqueeze(-1) if layout.may_have_dead_rows else None
-    if not layout.may_have_unseen_keys:
-        return dead, None
-    return dead, ~_of_kv_heads(~layout.unseen_keys(request.device), request).unsqueeze(-1)
-
-
-def _of_kv_heads(seen: Tensor, request: AttentionRequest) -> Tensor:
-    """Which keys some query head of each group sees, ``[B|1, Hkv|1, K]``, from ``[B|1, Hq|1, K]``."""
-    return seen if seen.shape[1] == 1 else seen.unflatten(1, (request.kv_heads, request.group)).any(2)
-
-
-def _selections_in_blocks(
-    layout: MaskLayout, request: AttentionRequest, blocks: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The same for tiles. Rows and keys in no block never reach a kernel, so only inactive rows inside one need it."""
-    if layout.active_queries is None:
-        return None, None
-    dead, unseen = _selections(layout, request)
-    if dead is not None and not torch.compiler.is_compiling():
-        live = int((~dead).sum()) * (layout.batch // dead.shape[0])
-        if live == int((blocks[:, 2] - blocks[:, 1]).sum()):
-            return None, None
-    return dead, unseen
 
 
 def _grouped(request: AttentionRequest) -> dict[str, bool]:

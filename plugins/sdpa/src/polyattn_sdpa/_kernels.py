@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from polyattn.kernels import accumulation_dtype, with_lse_column, with_width
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default  # noqa: SLF001
@@ -20,11 +21,6 @@ FEW_KEYS = 16
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """FP64 for FP64, FP32 for everything narrower."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Output ``[B, Hq, Q, Dv]`` in the input dtype and natural-log LSE ``[B, Hq, Q]`` in the accumulation dtype."""
     if q.device.type != "cpu":
@@ -32,9 +28,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
     width, v_width = max(q.shape[3], v.shape[3]), v.shape[3]
     if mask is None and k.shape[2] < FEW_KEYS:
         mask = q.new_zeros(q.shape[2], k.shape[2])
-    output, lse = _FORWARD(
-        _ready(q, width), _ready(k, width), _ready(v, width), 0.0, causal, attn_mask=mask, scale=scale
-    )
+    # The raw op reads garbage from a last stride other than 1, and wants one width for q, k and v.
+    if not (q.shape[3] == v_width and q.stride(3) == k.stride(3) == v.stride(3) == 1):
+        q, k, v = with_width(q, width), with_width(k, width), with_width(v, width)
+    output, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return output[..., :v_width], lse
 
 
@@ -65,17 +62,14 @@ def backward(
     d, dv = q.shape[3], v.shape[3]
     width = max(d, dv)
     if grad_lse is not None:
-        # Flash backward forms delta = rowsum(dO * O) and needs delta - dLSE: one more column, with 1 in dO and -dLSE in
-        # O, adds exactly that, while zeros there in q, k and v leave the scores and dP as they are.
-        output = torch.cat([_ready(output, width), -grad_lse.unsqueeze(-1).to(output.dtype)], -1)
-        grad = torch.cat([_ready(grad, width), torch.ones_like(grad[..., :1])], -1)
+        grad, output = with_lse_column(with_width(grad, width), with_width(output, width), grad_lse)
         width += 1
     dq, dk, dvalue = _BACKWARD(
-        _ready(grad, width),
-        _ready(q, width),
-        _ready(k, width),
-        _ready(v, width),
-        _ready(output, width),
+        with_width(grad, width),
+        with_width(q, width),
+        with_width(k, width),
+        with_width(v, width),
+        with_width(output, width),
         lse,
         0.0,
         causal,
@@ -86,13 +80,6 @@ def backward(
     if low and group > 1:
         dk, dvalue = (x.unflatten(1, (kv_heads, group)).sum(2, dtype=torch.float32) for x in (dk, dvalue))
     return dq, dk, dvalue
-
-
-def _ready(x: Tensor, width: int) -> Tensor:
-    # The raw op reads garbage from a last stride other than 1, and wants one width for q, k and v.
-    if x.shape[-1] < width:
-        return functional.pad(x, (0, width - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

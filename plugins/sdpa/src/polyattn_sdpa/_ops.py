@@ -8,22 +8,14 @@ accumulated into whole tensors, not into one zero-filled tensor per slice.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from polyattn.kernels import accumulation_dtype, op_or_function, refuse_lse_gradient
 from polyattn_sdpa import _kernels
-from polyattn_sdpa._tiles import Tile, band_mask, tiles_of
-
-_T = TypeVar("_T")
-
-_LSE_GRADIENT = (
-    "backend 'sdpa': a gradient reached the LSE, but the request was made with needs_lse_grad=False; "
-    "make it with needs_lse_grad=True, or detach the LSE"
-)
+from polyattn_sdpa._tiles import band_mask, tiles_of
 
 
 def fused(
@@ -62,7 +54,7 @@ def fused(
         if not (q.requires_grad or k.requires_grad):  # no value has a part in it
             lse = lse.detach()
     else:
-        output, lse = _run(_forward_op, _forward, q)(*arguments)
+        output, lse = op_or_function(_forward_op, _forward, q)(*arguments)
     return output, lse
 
 
@@ -80,7 +72,7 @@ class _Fused(torch.autograd.Function):
         upcast: bool,
         lse_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        output, lse = _run(_forward_op, _forward, q)(q, k, v, blocks, mask, window, per_row, scale)
+        output, lse = op_or_function(_forward_op, _forward, q)(q, k, v, blocks, mask, window, per_row, scale)
         return output, lse
 
     @staticmethod
@@ -93,30 +85,19 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad_lse is not None and not ctx.lse_grad and not torch.compiler.is_compiling():
-            # A compiler asks for the gradient of every output it returns; there the right one is computed.
-            raise RuntimeError(_LSE_GRADIENT)
+        refuse_lse_gradient("sdpa", grad_lse, prepared=ctx.lse_grad)
         q, k, v, output, lse, blocks, mask = ctx.saved_tensors
         if grad is None and grad_lse is None:
             return (None,) * 10
         if grad is None:
             grad = torch.zeros_like(output)
-        run = _run(_backward_op, _backward, q)
+        run = op_or_function(_backward_op, _backward, q)
         grads = run(grad, grad_lse, q, k, v, output, lse, blocks, mask, *ctx.constants)
         return (*grads, *(None,) * 7)
 
 
 # Function.apply reads the signature at each call, which costs more than the rest of it; this way it is computed once.
 _Fused.forward.__signature__ = inspect.signature(_Fused.forward)  # type: ignore[attr-defined]
-
-
-def _run(op: Callable[..., _T], function: Callable[..., _T], x: Tensor) -> Callable[..., _T]:
-    """The custom op where something watches the operators (a compiler, a dispatch mode, a subclass), else the function.
-
-    The watcher sees one operator; elsewhere its 40 to 60 microseconds are saved.
-    """
-    watched = torch.compiler.is_compiling() or type(x) is not Tensor or _get_current_dispatch_mode() is not None
-    return op if watched else function
 
 
 def _forward(
@@ -130,8 +111,8 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     output = q.new_zeros(_output_shape(q, v)).transpose(1, 2)
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=_kernels.accumulation_dtype(q.dtype))
-    for (at_q, at_k), tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
+    for at_q, at_k, tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
         output[at_q], lse[at_q] = _kernels.forward(q[at_q], k[at_k], v[at_k], tile_mask, causal, scale)
     return output, lse
 
@@ -151,7 +132,7 @@ def _(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     output = q.new_empty(_output_shape(q, v)).transpose(1, 2)
-    return output, q.new_empty(q.shape[:3], dtype=_kernels.accumulation_dtype(q.dtype))
+    return output, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
 
 def _backward(
@@ -169,9 +150,9 @@ def _backward(
     scale: float,
     upcast: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    high = _kernels.accumulation_dtype(q.dtype)
+    high = accumulation_dtype(q.dtype)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
-    for (at_q, at_k), tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
+    for at_q, at_k, tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
         tile_dlse = None if grad_lse is None else grad_lse[at_q]
         tile_dq, tile_dk, tile_dv = _kernels.backward(
             grad[at_q], tile_dlse, q[at_q], k[at_k], v[at_k], output[at_q], lse[at_q], tile_mask, causal, scale, upcast
@@ -209,34 +190,29 @@ def _output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
     return (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-_Where = tuple[tuple[slice, slice, slice], tuple[slice, slice, slice]]
+_Where = tuple[slice, slice, slice]
+_ALL: _Where = (slice(None),) * 3
 
 
 def _walk(
     q: Tensor, k: Tensor, blocks: Tensor | None, mask: Tensor | None, window: int, per_row: bool
-) -> Iterator[tuple[_Where, Tensor | None, bool]]:
+) -> list[tuple[_Where, _Where, Tensor | None, bool]]:
     """Where each tile lies in q and in k, its additive mask, and its causal flag."""
     if q.shape[0] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
-        return  # an empty size kills the raw op
+        return []  # an empty size kills the raw op
     if blocks is None:
-        everything = slice(None)
-        yield ((everything,) * 3, (everything,) * 3), mask, False
-        return
-    limit = None if window < 0 else window
-    masks: dict[tuple[int, int, int | None, bool], Tensor] = {}
+        return [(_ALL, _ALL, mask, False)]
+    limit, heads = None if window < 0 else window, slice(None)
+    masks: dict[tuple[int, int, int, bool], Tensor] = {}
+    found = []
     for tile in tiles_of(blocks.tolist(), limit):
-        rows = slice(tile.batch, tile.batch + 1) if per_row else slice(None)
-        at_q = (rows, slice(None), slice(tile.q_start, tile.q_stop))
-        at_k = (rows, slice(None), slice(tile.k_start, tile.k_stop))
-        yield (at_q, at_k), _mask_of(tile, limit, q, masks), tile.causal
-
-
-def _mask_of(
-    tile: Tile, window: int | None, q: Tensor, masks: dict[tuple[int, int, int | None, bool], Tensor]
-) -> Tensor | None:
-    if tile.offset is None:
-        return None
-    key = (tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.offset, tile.block_causal)
-    if key not in masks:
-        masks[key] = band_mask(tile, window, q.dtype, q.device)
-    return masks[key]
+        rows = slice(tile.batch, tile.batch + 1) if per_row else heads
+        mask = None
+        if tile.offset is not None:
+            key = (tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.offset, tile.block_causal)
+            if key not in masks:
+                masks[key] = band_mask(tile, limit, q.dtype, q.device)
+            mask = masks[key]
+        at_q, at_k = (rows, heads, slice(tile.q_start, tile.q_stop)), (rows, heads, slice(tile.k_start, tile.k_stop))
+        found.append((at_q, at_k, mask, tile.causal))
+    return found

@@ -9,7 +9,7 @@ fixed window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -43,16 +43,27 @@ class Tile(NamedTuple):
     block_causal: bool = False
 
 
-def tiles_of(blocks: Iterable[list[int]], window: int | None, band: int = BAND) -> Iterator[Tile]:
-    """The tiles of a block table, in its order; every live query row lies in exactly one."""
+def tiles_of(blocks: Iterable[list[int]], window: int | None, band: int = BAND) -> list[Tile]:
+    """The tiles of a block table, in its order; every query row that sees a key lies in exactly one."""
+    found: list[Tile] = []
     for batch, q_start, q_stop, k_start, k_stop, shift, causal in blocks:
         if q_start < q_stop and k_start < k_stop:
-            yield from _tiles_of_block(batch, q_start, q_stop, k_start, k_stop, shift, bool(causal), window, band)
+            _add_tiles(found, batch, q_start, q_stop, k_start, k_stop, shift, bool(causal), window, band)
+    return found
 
 
-def _tiles_of_block(
-    batch: int, q0: int, q1: int, k0: int, k1: int, shift: int, causal: bool, window: int | None, band: int
-) -> Iterator[Tile]:
+def _add_tiles(
+    found: list[Tile],
+    batch: int,
+    q0: int,
+    q1: int,
+    k0: int,
+    k1: int,
+    shift: int,
+    causal: bool,
+    window: int | None,
+    band: int,
+) -> None:
     if causal and shift < 0:  # the first rows see nothing
         q0, shift = q0 - shift, 0
     rows, keys = q1 - q0, k1 - k0
@@ -62,16 +73,16 @@ def _tiles_of_block(
     if window is not None and window > farthest:
         window = None
     if window is None and (not causal or shift >= keys - 1):
-        yield Tile(batch, q0, q1, k0, k1)
+        found.append(Tile(batch, q0, q1, k0, k1))
         return
     if window is None and shift == 0:
-        yield Tile(batch, q0, q1, k0, min(k1, k0 + rows), causal=True)
+        found.append(Tile(batch, q0, q1, k0, min(k1, k0 + rows), causal=True))
         return
     start = 0
     if window is not None and causal and shift == 0:
         # The first W rows are an ordinary causal square.
         start = min(window, rows)
-        yield Tile(batch, q0, q0 + start, k0, min(k1, k0 + start), causal=True)
+        found.append(Tile(batch, q0, q0 + start, k0, min(k1, k0 + start), causal=True))
     for r0 in range(start, rows, band):
         r1 = min(rows, r0 + band)
         lo = 0 if window is None else max(0, r0 + shift - window + 1)
@@ -84,11 +95,11 @@ def _tiles_of_block(
             window is None or (offset + r1 - 1 - r0 < window and -nearest < window)
         )
         if sees_all:
-            yield Tile(batch, q0 + r0, q0 + r1, k0 + lo, k0 + hi)
+            found.append(Tile(batch, q0 + r0, q0 + r1, k0 + lo, k0 + hi))
             continue
         early = min(lo, (k0 + lo) % ALIGNMENT)  # hidden by the mask
         first = k0 + lo - early
-        yield Tile(batch, q0 + r0, q0 + r1, first, k0 + hi, offset=offset + early, block_causal=causal)
+        found.append(Tile(batch, q0 + r0, q0 + r1, first, k0 + hi, offset=offset + early, block_causal=causal))
 
 
 def band_mask(tile: Tile, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ Nothing here imports the package before it is asked whether it can run.
 from __future__ import annotations
 
 import abc
+import functools
 import importlib
 import importlib.util
 import sys
@@ -44,32 +45,30 @@ class KernelCall(NamedTuple):
 
     Attributes:
         scale: of the scores.
-        left: how many keys before its position a query sees; -1: all.
-        right: how many keys after its position a query sees; -1: all.
+        window_size: how many keys before and after its position a query sees; -1: all.
         softcap: 0 means none.
         dropout: probability of dropping a weight.
         deterministic: whether the backward must be.
-        q_offsets: int32 ``[N + 1]`` on the device, or ``None`` in a fixed call.
-        k_offsets: likewise.
-        max_q: the longest sequence of queries.
-        max_k: at least the longest sequence of keys.
+        cu_seqlens_q: int32 ``[N + 1]`` on the device, or ``None`` in a fixed call.
+        cu_seqlens_k: likewise.
+        max_seqlen_q: the longest sequence of queries.
+        max_seqlen_k: at least the longest sequence of keys.
     """
 
     scale: float
-    left: int
-    right: int
+    window_size: tuple[int, int]
     softcap: float
     dropout: float
     deterministic: bool
-    q_offsets: Tensor | None = None
-    k_offsets: Tensor | None = None
-    max_q: int = 0
-    max_k: int = 0
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
 
     @property
     def causal(self) -> bool:
         """Whether no query sees a key after its position."""
-        return self.right == 0
+        return self.window_size[1] == 0
 
 
 class Provider(abc.ABC):
@@ -102,7 +101,7 @@ class Provider(abc.ABC):
 
     def installed(self) -> bool:
         """Whether the package is there; does not import it."""
-        return sys.modules.get(self.package) is not None or importlib.util.find_spec(self.package) is not None
+        return sys.modules.get(self.package) is not None or _on_path(self.package, tuple(sys.path))
 
     def reasons(self, device: torch.device) -> tuple[Reason, ...]:
         """Why nothing can run on ``device``; empty when it can.
@@ -117,21 +116,8 @@ class Provider(abc.ABC):
         return (*_gpu_reasons(device), *self._kernel_reasons())
 
     def limits(self, request: AttentionRequest, *, deterministic: bool) -> tuple[Reason, ...]:
-        """Why a request is refused although the kernels run."""
-        return tuple(
-            Reason(
-                f"{self.name}_has_no_{feature}",
-                feature,
-                got,
-                f"a provider with {feature}, which {self.name} is not",
-                f"use the provider flash_attn ({FLASH_ATTN_INSTALL}), or another backend",
-            )
-            for feature, got, asked in (
-                ("softcap", f"softcap {request.softcap}", request.softcap is not None),
-                ("dropout", f"dropout_p {request.dropout} in training", request.dropout > 0),
-            )
-            if asked and feature not in self.abilities
-        )
+        """Why a request is refused although the kernels run and have every feature of it."""
+        return ()
 
     @abc.abstractmethod
     def version_problem(self, module: Any) -> str:
@@ -180,6 +166,12 @@ class Provider(abc.ABC):
 
     def _not_installed(self) -> Reason:
         return Reason(NOT_INSTALLED, "kernel", f"no installed package {self.package}", self.needs, self.install)
+
+
+@functools.cache
+def _on_path(package: str, path: tuple[str, ...]) -> bool:
+    # Remembered: it searches the whole path, for every question of whoever asks all backends.
+    return importlib.util.find_spec(package) is not None
 
 
 def _gpu_reasons(device: torch.device) -> tuple[Reason, ...]:

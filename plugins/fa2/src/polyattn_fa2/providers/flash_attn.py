@@ -86,7 +86,7 @@ class FlashAttn(Provider):
         return grads
 
     def _function(self, direction: str, call: KernelCall) -> Any:
-        kind = "" if call.q_offsets is None else "varlen_"
+        kind = "" if call.cu_seqlens_q is None else "varlen_"
         return getattr(self.load(), f"_flash_attn_{kind}{direction}")
 
 
@@ -95,19 +95,19 @@ def _settings(call: KernelCall) -> dict[str, Any]:
         "dropout_p": call.dropout,
         "softmax_scale": call.scale,
         "causal": call.causal,
-        "window_size_left": call.left,
-        "window_size_right": call.right,
+        "window_size_left": call.window_size[0],
+        "window_size_right": call.window_size[1],
         "softcap": call.softcap,
         "alibi_slopes": None,
     }
 
 
 def _lengths(call: KernelCall) -> dict[str, Any]:
-    if call.q_offsets is None:
+    if call.cu_seqlens_q is None:
         return {}
     return {
-        "cu_seqlens_q": call.q_offsets,
-        "cu_seqlens_k": call.k_offsets,
-        "max_seqlen_q": call.max_q,
-        "max_seqlen_k": call.max_k,
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "cu_seqlens_k": call.cu_seqlens_k,
+        "max_seqlen_q": call.max_seqlen_q,
+        "max_seqlen_k": call.max_seqlen_k,
     }

@@ -46,12 +46,10 @@ class TorchVarlen(Provider):
         return f"FlashAttention-2 inside torch {torch.__version__} (varlen_attn)"
 
     def limits(self, request: AttentionRequest, *, deterministic: bool) -> tuple[Reason, ...]:
-        """No softcap, no dropout, and a backward that is deterministic only when all of torch is."""
-        reasons = super().limits(request, deterministic=deterministic)
+        """A backward that is deterministic only when all of torch is."""
         if not deterministic or not request.needs_grad or _torch_is_deterministic():
-            return reasons
+            return ()
         return (
-            *reasons,
             Reason(
                 "torch_varlen_not_deterministic",
                 "deterministic",
@@ -68,10 +66,10 @@ class TorchVarlen(Provider):
             q,
             k,
             v,
-            call.q_offsets,
-            call.k_offsets,
-            call.max_q,
-            call.max_k,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
             return_aux=kernels.AuxRequest(lse=True),
             scale=call.scale,
             window_size=_window(call),
@@ -99,10 +97,10 @@ class TorchVarlen(Provider):
             v,
             output,
             lse,
-            call.q_offsets,
-            call.k_offsets,
-            call.max_q,
-            call.max_k,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            call.max_seqlen_q,
+            call.max_seqlen_k,
             window == (-1, 0),
             rng_state.view(torch.uint64),
             call.scale,
@@ -112,9 +110,9 @@ class TorchVarlen(Provider):
 
 
 def _window(call: KernelCall) -> tuple[int, int]:
-    if (call.left, call.right) == (-1, -1):
-        return call.max_k, call.max_k
-    return call.left, call.right
+    if call.window_size == (-1, -1):
+        return call.max_seqlen_k, call.max_seqlen_k
+    return call.window_size
 
 
 def _torch_is_deterministic() -> bool:

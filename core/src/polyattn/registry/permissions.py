@@ -5,21 +5,24 @@ Two lists, each from the environment and from code; a plugin must pass all of th
 * allow, of distributions: ``POLYATTN_ALLOW=polyattn-sdpa,acme-attention`` (set but empty: none at all);
 * disable, of names: ``POLYATTN_DISABLE=fa`` or, for one of two rivals, ``POLYATTN_DISABLE=acme-attention:fa``.
 
-They hold for backends, RoPE variants and hooks alike. The environment is read at every question, so what a launcher
-sets reaches spawned workers. Objects that a program registers itself have no distribution and need no allowance.
+They hold for the plugins of every group. The environment is read at every question, so what a launcher sets reaches
+spawned workers. Objects that a program registers itself have no distribution and need no allowance.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from polyattn.registry.discovery import Candidate, normalized
 
 ALLOW = "POLYATTN_ALLOW"
 DISABLE = "POLYATTN_DISABLE"
-_logger = logging.getLogger("polyattn")
+
+
+#: Every list at one moment: allow and disable from the environment, then from code; ``None``: nobody gave that list.
+Rules: TypeAlias = tuple[str | None, str | None, tuple[str, ...] | None, tuple[str, ...]]
 
 
 class Trust:
@@ -28,7 +31,6 @@ class Trust:
     def __init__(self) -> None:
         self._allowed: tuple[str, ...] | None = None
         self._disabled: tuple[str, ...] = ()
-        self._warned: set[str] = set()
 
     def allow(self, dists: Iterable[str] | None) -> None:
         """Load plugins of these distributions only; ``None`` lifts the list again."""
@@ -37,6 +39,10 @@ class Trust:
     def disable(self, names: Iterable[str]) -> None:
         """Never load these names (``"name"`` or ``"dist:name"``); replaces the names given before."""
         self._disabled = tuple(names)
+
+    def rules(self) -> Rules:
+        """What the lists say now, to compare with what they said before."""
+        return os.environ.get(ALLOW), os.environ.get(DISABLE), self._allowed, self._disabled
 
     def forbids(self, plugin: Candidate) -> str:
         """Which list forbids ``plugin``, for a message; empty when none does."""
@@ -68,13 +74,6 @@ class Trust:
             for entry in names
             if not any(_matches(entry, plugin) for plugin in known)
         ]
-
-    def warn_absent(self, installed: Iterable[str]) -> None:
-        """Log each text of :meth:`absent` once in this process."""
-        for text in self.absent(installed):
-            if text not in self._warned:
-                self._warned.add(text)
-                _logger.warning("%s", text)
 
     def _disable_lists(self) -> list[tuple[str, tuple[str, ...]]]:
         given = os.environ.get(DISABLE, "")

@@ -9,7 +9,7 @@ from polyattn._layout.checks import check_bool, check_int, check_ints, check_pos
 from polyattn._layout.structured import StructuredMask
 
 
-def fit(
+def infer_sizes(
     q_len: int,
     kv_len: int,
     batch: int | None,
