@@ -127,12 +127,13 @@ def page() -> str:
     """The whole page."""
     return f"""# What each backend does
 
-Written by `python tools/capabilities.py` from the backends' own answers; do not edit. "yes" means that the numbers
-equal the FP64 reference within the bounds of the [conformance kit](conformance.md), which runs what is declared here
-and asserts a refusal for the rest. Everything else is refused before any work, with the reasons below; `polyattn
+`python tools/capabilities.py` writes this page from the backends' own answers; do not edit it. "yes" means that the
+numbers equal the FP64 reference within the bounds of the [conformance kit](conformance.md), which runs what is declared
+here and asserts that the rest is refused. Everything else is refused before any work, with the reasons below; `polyattn
 explain` and `polyattn.explain(layout, request)` give them for your own layout and request.
 
-Layouts are asked about in bfloat16 without gradients, features under a causal layout, with 64 wide heads.
+The questions about layouts are in bfloat16 without gradients, those about features under a causal layout. Heads are 64
+wide.
 
 ## On a CPU
 
@@ -140,8 +141,8 @@ Layouts are asked about in bfloat16 without gradients, features under a causal l
 
 ## On a CUDA device
 
-What the backends answer for a CUDA device; reasons of one machine (no GPU, a kernel that is not installed) are left
-out. Which of it has run on hardware stands in [gpu-results.md](gpu-results.md).
+These are the backends' answers for a CUDA device, without the reasons of one machine (no GPU, a kernel that is not
+installed). [gpu-results.md](gpu-results.md) says which of it has run on hardware.
 
 {table("cuda")}
 """

@@ -51,6 +51,9 @@ def test_a_backend_is_a_package_with_entry_point_tests_ci_readme_and_licence(new
     assert project["authors"] == [{"name": 'Ada "A" Lovelace'}]
     assert project["entry-points"] == {"polyattn.backends": {"my_backend": "polyattn_my_backend:MyBackend"}}
     assert project["dependencies"][0] == f"polyattn>={polyattn.__version__}"
+    kit = f"polyattn-conformance[pytest]>={polyattn.__version__}"
+    assert project["optional-dependencies"] == {"test": [f"polyattn-cli>={polyattn.__version__}", kit]}
+    assert "`polyattn-conformance[pytest]`" in written["README.md"]
     assert "class MyBackend(BackendBase):" in written["src/polyattn_my_backend/__init__.py"]
     assert 'backend = "my_backend"' in written["tests/test_conformance.py"]
     assert 'Ada "A" Lovelace' in written["LICENSE"]
@@ -138,6 +141,8 @@ def test_nothing_is_overwritten(new, tmp_path):
         (("sdpa",), "polyattn-sdpa has that name; choose another one"),
         (("fa2",), "polyattn-fa2 has that name"),
         (("transformers",), "polyattn-transformers has that name"),
+        (("modules",), "polyattn-modules has that name"),
+        (("cli",), "polyattn-cli has that name"),
         (("--rope", "yarn"), "polyattn-rope-yarn has that name"),
     ],
 )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from bare_environment import bare_environment
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -54,6 +59,26 @@ def test_the_generated_tests_pass(dist, only, workshop, target, run_python):
     assert " passed" in run_python(["-m", "pytest", *tests], path=[target], timeout=120).stdout
 
 
+@pytest.mark.parametrize(("dist", "only"), [("polyattn-my-backend", "ability"), ("polyattn-rope-my-rope", "")])
+def test_the_generated_package_needs_nothing_that_it_does_not_declare(dist, only, workshop, build_wheel, tmp_path):
+    wheels = [
+        build_wheel(folder) for folder in (workshop / dist, *(ROOT / name for name in ("core", "cli", "conformance")))
+    ]
+    links = [option for wheel in wheels for option in ("--find-links", wheel.parent)]
+    python = bare_environment(tmp_path / "environment") / "python"
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "POLYATTN"))}
+
+    def run(*command, cwd=tmp_path):
+        done = subprocess.run([*map(str, command)], cwd=cwd, env=clean, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(*pip, "install", "--quiet", "--no-index", *links, f"{dist}[test]")
+    assert dist in run(python, "-m", "polyattn", "list")
+    assert " passed" in run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", only, cwd=workshop / dist)
+
+
 def test_a_model_trains_with_both_by_name(target, run_python, tmp_path):
     config = yaml.safe_load((ROOT / "examples/tiny_lm/demo.yaml").read_text(encoding="utf-8"))
     config["attn_backend"] = "my_backend"
@@ -67,9 +92,10 @@ def test_a_model_trains_with_both_by_name(target, run_python, tmp_path):
     assert len(report["losses"]) == 2
 
 
-def test_the_template_is_in_the_wheel_of_core(build_wheel, pip_install, tmp_path, run_python):
-    core = pip_install(tmp_path / "core", build_wheel(ROOT / "core"))
-    run_python(["-m", "polyattn", "new", "my-backend"], path=[core])
+def test_the_template_is_in_the_wheel_of_the_command_line(build_wheel, pip_install, tmp_path, run_python):
+    wheels = [build_wheel(ROOT / folder) for folder in ("core", "cli", "conformance")]
+    site = pip_install(tmp_path / "site", *wheels)
+    run_python(["-m", "polyattn", "new", "my-backend"], path=[site])
     code = "import polyattn_cli.new as new; print(new.__file__)"
-    assert Path(run_python(code, path=[core]).stdout.strip()).is_relative_to(core)
+    assert Path(run_python(code, path=[site]).stdout.strip()).is_relative_to(site)
     assert (tmp_path / "polyattn-my-backend" / ".github" / "workflows" / "test.yml").is_file()

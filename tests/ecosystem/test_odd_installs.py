@@ -27,10 +27,9 @@ print(polyattn.__file__)
 
 @pytest.fixture(scope="module")
 def target(build_wheel, pip_install, tmp_path_factory):
-    """A folder into which ``pip install --target`` put core and one backend."""
-    return pip_install(
-        tmp_path_factory.mktemp("target"), build_wheel(ROOT / "core"), build_wheel(ROOT / "plugins/eager")
-    )
+    """A folder into which ``pip install --target`` put core, one backend, the command line and the readers."""
+    folders = ("core", "plugins/eager", "cli", "conformance", "integrations/readers")
+    return pip_install(tmp_path_factory.mktemp("target"), *(build_wheel(ROOT / folder) for folder in folders))
 
 
 def test_pip_install_target(target, run_python):
@@ -55,10 +54,10 @@ def test_a_zipapp_carries_core_plugins_and_their_data(target, tmp_path, run_pyth
 
 
 def test_new_in_a_zip_says_that_it_needs_a_folder(target, tmp_path, run_python):
-    with zipfile.ZipFile(tmp_path / "core.zip", "w") as archive:
-        for path in (target / "polyattn").rglob("*.py"):
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for path in target.glob("polyattn*/**/*.py"):
             archive.write(path, path.relative_to(target))
-    done = run_python(["-m", "polyattn", "new", "mine"], path=[tmp_path / "core.zip"], status=2)
+    done = run_python(["-m", "polyattn", "new", "mine"], path=[tmp_path / "all.zip"], status=2)
     assert "run it from an installed polyattn, not from a zip" in done.stderr
     assert not (tmp_path / "polyattn-mine").exists()
 
@@ -231,7 +230,8 @@ def test_an_application_frozen_by_pyinstaller_finds_the_plugins_it_was_frozen_wi
     pytest.importorskip("PyInstaller", reason="PyInstaller is not installed: pip install pyinstaller")
     acme = make_dist.backend("acme-attention", "acme").wheel(tmp_path)
     other = make_dist.backend("other-attention", "other").wheel(tmp_path)
-    site = pip_install(tmp_path / "site", build_wheel(ROOT / "core"), acme, other)
+    wheels = [build_wheel(ROOT / folder) for folder in ("core", "cli", "conformance")]
+    site = pip_install(tmp_path / "site", *wheels, acme, other)
     (tmp_path / "app.py").write_text(APP)
     left_out = [f"--exclude-module={name}" for name in ("torch", "matplotlib", "numpy", "PIL")]
     # Torch alone would take minutes and gigabytes; nothing that is asked of the application here needs it.

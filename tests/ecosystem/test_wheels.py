@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -46,7 +47,6 @@ def wheels(tmp_path_factory):
         "plugins/sdpa",
         "plugins/flex",
         "plugins/fa2",
-        "plugins/rope/default",
     ):
         checked(
             sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT / source
@@ -65,10 +65,19 @@ def installed(request, wheels, environment):
     """The name of the only backend that is there: its wheel and whatever that declares, core among it."""
     name = request.param
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", environment / "python")
-    wanted = (DISTRIBUTIONS[name], "polyattn-rope-default")
-    checked(*pip, "install", "--quiet", "--no-index", "--find-links", wheels, *wanted)
+    checked(*pip, "install", "--quiet", "--no-index", "--find-links", wheels, DISTRIBUTIONS[name])
     yield name
-    checked(*pip, "uninstall", "--quiet", "--yes", "polyattn", *wanted)
+    checked(*pip, "uninstall", "--quiet", "--yes", "polyattn", DISTRIBUTIONS[name])
+
+
+def test_core_needs_torch_and_what_finds_plugins(wheels):
+    (wheel,) = wheels.glob("polyattn-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (entry for entry in archive.namelist() if entry.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode().splitlines()
+    needs = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+    always = {re.match(r"[\w-]+", need).group() for need in needs if "extra ==" not in need}
+    assert always == {"torch", "pluggy", "importlib-metadata"}
 
 
 def test_wheels_carry_types_licence_and_entry_points(wheels):
@@ -92,7 +101,7 @@ sys.modules |= dict.fromkeys(("click", "rich", "yaml", "packaging", "copier", "p
 
 def test_only_the_installed_backend_is_listed(environment, installed):
     code = "import json, polyattn; print(json.dumps([polyattn.backends.names(), polyattn.rope_variants.names()]))"
-    assert json.loads(checked(environment / "python", "-c", TORCH_ONLY + code)) == [[installed], ["default"]]
+    assert json.loads(checked(environment / "python", "-c", TORCH_ONLY + code)) == [[installed], []]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +113,7 @@ def test_only_the_installed_backend_is_listed(environment, installed):
 )
 def test_a_name_of_a_distribution_that_is_missing_says_how_to_install_it(environment, installed, wanted, dist):
     module, _, name = wanted.rpartition(".")
-    done = run(environment / "python", "-c", f"from {module} import {name}")
+    done = run(environment / "python", "-c", f"{TORCH_ONLY}from {module} import {name}")
     assert done.returncode == 1
     assert f"is part of the distribution {dist}, which is not installed; `pip install {dist}` brings it" in done.stderr
 
@@ -112,7 +121,8 @@ def test_a_name_of_a_distribution_that_is_missing_says_how_to_install_it(environ
 def test_the_command_line_and_the_readers_say_how_to_install_them(environment, installed):
     done = run(environment / "python", "-m", "polyattn", "list")
     assert "`pip install polyattn-cli` brings it" in done.stderr
-    done = run(environment / "python", "-c", "import polyattn; polyattn.RopeSpec.from_hf({'model_type': 'llama'})")
+    code = "import polyattn; polyattn.RopeSpec.from_hf({'model_type': 'llama'})"
+    done = run(environment / "python", "-c", TORCH_ONLY + code)
     assert "`pip install polyattn-readers` brings it" in done.stderr
 
 

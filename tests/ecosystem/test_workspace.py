@@ -77,6 +77,27 @@ def test_a_plugin_depends_on_core_and_on_no_other_plugin(folder):
     assert need.startswith("polyattn>=")
 
 
+def test_each_extra_of_core_brings_distributions_of_the_workspace_in_its_own_version():
+    project = read_project("core")["project"]
+    here = {read_project(folder)["project"]["name"] for folder in FOLDERS}
+    extras = {name: [Requirement(need) for need in needs] for name, needs in project["optional-dependencies"].items()}
+    for need in itertools.chain(*extras.values()):
+        if need.name != "polyattn" and need.name.startswith("polyattn"):
+            assert need.name in here
+            assert str(need.specifier) == f"=={project['version']}"
+    brought = {need.name for name in extras["all"][0].extras for need in extras[name]}
+    bridge = {"polyattn-transformers", "polyattn-conformance"}
+    assert brought == {
+        name for name in here - bridge - {"polyattn"} if name.startswith("polyattn-") and "example" not in name
+    }
+
+
+def test_a_command_belongs_to_one_distribution():
+    commands = [name for folder in FOLDERS for name in read_project(folder)["project"].get("scripts", {})]
+    assert len(commands) == len(set(commands))
+    assert "scripts" not in read_project("core")["project"]
+
+
 def test_import_contracts_cover_every_distribution():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     everything = {import_name(folder) for folder in FOLDERS}

@@ -17,6 +17,6 @@ def bare_environment(folder):
     (site,) = folder.glob("lib/python*/site-packages")
     for source in {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}:
         for entry in source.iterdir():
-            if entry.suffix != ".pth" and not entry.name.startswith(("polyattn", "tiny_lm", "__pycache__")):
+            if entry.suffix != ".pth" and not entry.name.startswith(("polyattn", "smollm2", "tiny_lm", "__pycache__")):
                 (site / entry.name).symlink_to(entry)
     return folder / "bin"

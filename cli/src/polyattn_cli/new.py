@@ -18,7 +18,9 @@ from polyattn.registry import BACKENDS, FIRST_PARTY, ROPE, brief, illegal_name
 
 _TEMPLATE = Path(__file__).with_name("template")
 _LONGEST = 100  # the package, its module and its folder are called so
-_TAKEN = {dist for dists in FIRST_PARTY.values() for dist in dists.values()} | {"polyattn-transformers"}
+_TAKEN = {dist for dists in FIRST_PARTY.values() for dist in dists.values()} | {
+    f"polyattn-{name}" for name in ("cli", "conformance", "modules", "readers", "transformers")
+}
 
 
 @click.command()

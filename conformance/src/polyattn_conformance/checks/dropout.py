@@ -47,7 +47,7 @@ def dropout_outside_training(trial: Trial) -> None:
 
 @check(_USES)
 def dropout(trial: Trial, use: tuple[MaskLayout, dict[str, Any]]) -> None:
-    """A weight is dropped with probability p, else divided by 1 - p; gradients know which; the LSE knows of none."""
+    """A weight is dropped with probability p, else divided by 1 - p, also in gradients; the LSE ignores dropout."""
     layout, features = use
     case = _revealing(trial, layout, **features)
     mode, results = _run(trial, case, seed=1)

@@ -59,7 +59,7 @@ def softcap(trial: Trial, cap: float) -> None:
 
 @check({"ordinary": 0.0, "large": 8.0, "small": -8.0, "far_above": 30.0})
 def sinks(trial: Trial, offset: float) -> None:
-    """The output is multiplied by sigmoid(lse - sink); the LSE itself knows nothing of sinks."""
+    """The output is multiplied by sigmoid(lse - sink); the LSE itself does not include sinks."""
     for name in (*_NAMES, "chunked"):
         case = trial.case(ORDINARY[name](), heads=4, kv_heads=2, sinks=True)
         trial.compare(case.change(sinks=case.tensors()["sinks"] + offset))

@@ -59,7 +59,7 @@ def lse_gradient(trial: Trial, name: str) -> None:
 
 @check({"of_output": "output", "of_lse": "lse", "of_both": "both"})
 def lse_gradient_not_asked(trial: Trial, loss: str) -> None:
-    """A gradient of the LSE that was not asked for is right or raises; it is never dropped without a word.
+    """A gradient of the LSE that was not asked for is right or raises; it is never dropped silently.
 
     The error names the backend and ``needs_lse_grad``. A loss on the output alone is unaffected.
     """

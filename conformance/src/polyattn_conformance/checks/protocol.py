@@ -39,7 +39,7 @@ def attributes(trial: Trial) -> None:
 
 @check()
 def optional_methods(trial: Trial) -> None:
-    """Where the backend has them, ``describe`` gives a text and ``preference`` an int, for whatever it accepts."""
+    """If it has them, ``describe`` gives a text and ``preference`` an int for everything that the backend accepts."""
     backend: Any = trial.backend
     for name in trial.accepted(("full", "causal", "packed", "dense")):
         case = trial.case(LAYOUTS[name]())

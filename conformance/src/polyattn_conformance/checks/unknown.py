@@ -42,7 +42,7 @@ def _layout(**fields: Any) -> MaskLayout:
 
 @check({"causal": {"causal": True}, "full": {}, "window": {"causal": True, "window": 4}})
 def unknown_field(trial: Trial, fields: dict[str, Any]) -> None:
-    """A mask with a field and a word that nobody knows is refused, or right; never computed without the field."""
+    """A mask with an unknown field and word is refused or right; it is never computed without the field."""
     case = trial.case(_layout(**fields), heads=2)
     request = case.request(INFER)
     reasons = trial.backend.unsupported(case.layout, request)

@@ -167,7 +167,7 @@ def large_scores(trial: Trial, dtype: torch.dtype) -> None:
 
 @check(DTYPES_BY_NAME)
 def magnitudes(trial: Trial, dtype: torch.dtype) -> None:
-    """Large and small values and incoming gradients stay what they are."""
+    """Large and small values and incoming gradients keep their size."""
     for factor in (2.0**12, 2.0**-12):
         for layout in (MaskLayout.full(3, 40), MaskLayout.causal(8)):
             case = trial.case(layout, dtype=dtype)
