@@ -32,7 +32,8 @@ def test_without_a_gpu_the_command_ends_before_anything_is_written(tmp_path):
 def test_on_a_cpu_the_command_ends_with_the_reason_and_what_to_do(tmp_path, write_config):
     settings = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     text = _refused(write_config({**settings, "device": "cpu"}), tmp_path / "out")
-    assert "grad: got needs_grad=True on cpu, need a CUDA device" in text
+    assert "grad: got needs_grad=True, need a backend with the ability 'grad'" in text
+    assert "inference only" in text
     assert "backend_options {compiled: false} runs it uncompiled" in text
 
 

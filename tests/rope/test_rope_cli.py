@@ -138,6 +138,6 @@ def test_a_picture_that_cannot_be_written_is_refused_by_its_path(config, tmp_pat
     for name in ("no/folder.png", "picture.zzz"):
         result = rope(config(), "--plot", tmp_path / name)
         assert result.exit_code == 2
-        assert f"--plot cannot write {tmp_path / name}: " in result.output
+        assert f"--plot cannot write '{tmp_path / name}': " in result.output
     assert rope(config(), "--plot", tmp_path / "bare").exit_code == 0
     assert (tmp_path / "bare").read_bytes()[1:4] == b"PNG"

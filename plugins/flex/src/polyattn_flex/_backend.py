@@ -97,9 +97,10 @@ class FlexBackend(BackendBase):
             return FlexPlan(dense=layout.to_dense(device), rows=rows, keys=keys)
         intervals = layout.key_intervals()
         if intervals is not None:
-            start, stop = intervals.movedim(-1, 0).contiguous().unbind()
+            start, stop = intervals.unbind(-1)
             blocks = from_ranges(start, stop, layout.kv_len, backward=backward).to(device)
-            start, stop = (x.to(device, torch.int32) for x in (start, stop))
+            # A kernel of inductor knows tensors by their strides, which a view of one query keeps through a copy.
+            start, stop = (torch.empty(x.shape, dtype=torch.int32, device=device).copy_(x) for x in (start, stop))
             return FlexPlan(blocks, ranges=(start, stop), rows=rows, keys=keys)
         if not _reasons.on_cpu(device) and not isinstance(layout.visibility, Tensor) and not request.has_bias:
             read = functools.partial(layout.dense_rows, device=device)
