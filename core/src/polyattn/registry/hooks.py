@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import pluggy
 
-from polyattn._errors import BackendLoadError, PluginNotFoundError
+from polyattn._errors import BackendLoadError, IncompatiblePluginError, PluginNotFoundError
 from polyattn._reasons import Reason
 from polyattn.messages import shown
 from polyattn.registry import discovery
 from polyattn.registry.discovery import HOOKS
-from polyattn.registry.loading import Failed, Fault, Outcomes, PluginInfo, describe
+from polyattn.registry.loading import Fault, Loader, PluginInfo
 from polyattn.registry.permissions import trust
 
 _logger = logging.getLogger("polyattn")
@@ -71,22 +71,13 @@ class _Found(NamedTuple):
     names: frozenset[str]  # hooks that some plugin implements
 
 
-class _Look:
-    found: _Found | None = None
-
-
-class _State:
-    look = _Look()  # replaced whole by a refresh, so that a load which it overtakes changes nothing
-
-
-_state = _State()
+_looks: list[list[_Found]] = [[]]  # what was found, if anything; a refresh replaces the inner list, not what is in it
 _in_code: dict[str, object] = {}
-_outcomes = Outcomes()
 
 
 def installed(name: str) -> bool:
     """Whether any plugin implements the hook ``name``; once hooks are loaded this is a lookup in a set."""
-    return name in (_state.look.found or _load()).names
+    return name in _loaded().names
 
 
 def call(hook: str, /, **arguments: Any) -> Any:
@@ -97,9 +88,8 @@ def call(hook: str, /, **arguments: Any) -> Any:
         The exception of a hook that decides passes through; that of an observer, ``SystemExit`` too, is logged with its
         traceback.
     """
-    manager = (_state.look.found or _load()).manager
     try:
-        return getattr(manager.hook, hook)(**arguments)
+        return getattr(_loaded().manager.hook, hook)(**arguments)
     except BaseException as error:
         if hook not in _OBSERVERS or isinstance(error, KeyboardInterrupt):
             raise
@@ -114,10 +104,9 @@ def register(plugin: object, name: str) -> None:
         BackendLoadError: it has no hook, or one with an unknown name or argument, or ``name`` is taken.
     """
     fault = _fault(plugin)
-    if not fault:
-        known = _in_code.setdefault(name, plugin)
-        if known is not plugin:
-            fault = BackendLoadError, f"there is a hook plugin of that name: {shown(known)}"
+    known = _in_code.setdefault(name, plugin) if not fault else plugin
+    if known is not plugin:
+        fault = BackendLoadError, f"there is a hook plugin of that name: {shown(known)}"
     if fault:
         kind, problem = fault
         raise kind(f"hook plugin '{name}' cannot be used: {problem}", name=name)
@@ -139,36 +128,39 @@ def unregister(name: str) -> None:
 
 def refresh() -> None:
     """When next asked, look again at what is installed and allowed, and try again what failed."""
-    _outcomes.retry(discovery.current().candidates[HOOKS])
-    _state.look = _Look()
+    _loader.retry(discovery.current().candidates[HOOKS])
+    _looks[0] = []
 
 
 def infos() -> tuple[PluginInfo, ...]:
     """Every installed hook plugin; those that no question about a hook has loaded yet are ``"available"``."""
-    plugins = discovery.current().candidates[HOOKS]
-    return tuple(describe(plugin, _outcomes.peek(plugin), trust.forbids(plugin)) for plugin in plugins)
+    return tuple(map(_loader.describe, discovery.current().candidates[HOOKS]))
 
 
-def _load() -> _Found:
-    look, manager = _state.look, _new_manager()
+def _loaded() -> _Found:
+    look = _looks[0]
+    if look:
+        return look[0]
+    manager = _new_manager()
     for plugin in discovery.current().candidates[HOOKS]:
         if plugin.fault or trust.forbids(plugin):
             continue
-        outcome, first = _outcomes.get(plugin, "hook plugin", _fault)
-        if isinstance(outcome, Failed):
-            if first:
-                _logger.warning("%s", outcome.message)
-        elif not manager.is_registered(outcome.obj):  # several entry points may lead to one object
-            manager.register(outcome.obj, f"{plugin.dist}:{plugin.name}={plugin.value}")
+        try:
+            obj, _ = _loader.get(plugin)
+        except (BackendLoadError, IncompatiblePluginError) as error:
+            _logger.warning("%s", error)
+            continue
+        if not manager.is_registered(obj):  # several entry points may lead to one object
+            manager.register(obj, f"{plugin.dist}:{plugin.name}={plugin.value}")
     for name, in_code in list(_in_code.items()):
         if not manager.is_registered(in_code):
             manager.register(in_code, name)
     names = frozenset(name for name in NAMES if getattr(manager.hook, name).get_hookimpls())
-    look.found = _Found(manager, names)
-    return look.found
+    look.insert(0, _Found(manager, names))
+    return look[0]
 
 
-def _fault(plugin: object) -> Fault | None:
+def _fault(plugin: object, _name: str = "") -> Fault | None:
     """What keeps ``plugin`` from being a hook plugin, found without adding it."""
     trial = _new_manager()
     try:
@@ -194,3 +186,6 @@ def _new_manager() -> pluggy.PluginManager:
     manager = pluggy.PluginManager("polyattn")
     manager.add_hookspecs(Specifications)
     return manager
+
+
+_loader = Loader("hook plugin", _fault)

@@ -22,56 +22,49 @@ FIRST_PARTY = {
     },
     READERS: {"hf_rope": "polyattn-readers", "hf_attention": "polyattn-readers"},
 }
-#: Words of other software for what a plugin of ours does; a hint in an error, never resolved.
+#: Words of other software, spelt without underscores, for what a plugin of ours does: a hint in an error, no more.
 _ELSEWHERE = {
     BACKENDS: {
-        "fa": "fa2 flash flash2 flash_2 flash_attn flash_attn2 flash_attn_2 flash_attention flash_attention2 "
-        "flash_attention_2 flashattention flashattention2 flashattention_2 flashattn varlen varlen_attn",
-        "flex_attention": "flex flexattention flexattn flex_attn torch_flex compiled",
-        "sdpa": "torch pytorch torch_sdpa torch_native native native_flash fused fused_attn mem_efficient "
-        "memory_efficient memory_efficient_attention efficient efficient_attention xformers cudnn cudnn_attention "
-        "scaled_dot_product_attention",
-        "eager": "math native_math none off false disabled manual naive vanilla standard plain unfused local reference "
-        "baseline slow torch_math",
+        "fa": "fa2 flash flash2 flashattn flashattn2 flashattention flashattention2 varlenattn",
+        "flex_attention": "flex",
+        "sdpa": "torch torchsdpa pytorch torchnative native nativeflash memefficient xformers cudnn "
+        "scaleddotproductattention",
+        "eager": "math nativemath none off naive vanilla reference",
     },
     ROPE: {
-        "default": "rope standard plain vanilla partial mrope m_rope",
-        "linear": "pi interpolation position_interpolation linear_scaling",
-        "dynamic": "ntk ntk_aware dynamic_ntk ntk_dynamic",
-        "longrope": "su long_rope phi3",
-        "llama3": "llama llama_3 llama31 llama3_1 llama3.1",
-        "yarn": "deepseek_yarn",
-        "proportional": "p_rope prope gemma4",
+        "default": "rope standard vanilla mrope",
+        "linear": "pi interpolation",
+        "dynamic": "ntk ntkaware dynamicntk",
+        "longrope": "su phi3",
+        "llama3": "llama llama31",
+        "proportional": "prope",
     },
 }
 #: How alike a misspelt name must be: "spda" is "sdpa", and "sage" is not "eager".
 _NEAR = 0.75
-_OTHER = {BACKENDS: {ROPE: "RoPE variant"}, ROPE: {BACKENDS: "backend"}}
-#: Words for what nobody can install here.
+_OTHER = {BACKENDS: (ROPE, "RoPE variant"), ROPE: (BACKENDS, "backend")}
+#: How names of kernels and schemes begin that nobody can install here.
 _NOT_HERE = {
-    "sequence parallelism does not exist yet": "usp ulysses ring ring_attention ring_flash_attn context_parallel",
+    "sequence parallelism does not exist yet": ("usp", "ulysses", "ring", "contextparallel"),
     "this project has no plugin for that kernel; `polyattn new` starts one of your own": (
-        "fa3 fa4 flash3 flash_3 flash4 flash_attn_3 flash_attn3 flash_attention_3 flash_attention_4 flash_attn_4 "
-        "sage sageattn sageattention sage_attention flashinfer flash_infer flashmla flash_mla triton triton_attn "
-        "te transformer_engine aiter paged paged_attention paged_eager paged_sdpa tensorrt trtllm_mha cutlass "
-        "linear_attention mamba spas radial magi"
+        *("fa3", "fa4", "flash3", "flash4", "flashattn3", "flashattn4", "flashattention3", "flashattention4"),
+        *("sageattention", "sageattn", "flashinfer", "flashmla", "triton", "transformerengine", "paged", "tensorrt"),
     ),
 }
 
 
 def _spelling(name: str) -> str:
-    """``name`` without what other software puts around the word: case, hyphens, an owner, our own prefix."""
-    word = name.lower().rpartition("/")[2].strip().lstrip("_").replace("-", "_").replace(" ", "_")
-    return word.removeprefix("polyattn_").removeprefix("rope_")
+    """``name`` without what other software puts around the word: case, separators, an owner, our own prefix."""
+    word = name.lower().rpartition("/")[2].replace("-", "_").strip("_ ")
+    return word.removeprefix("polyattn_").removeprefix("rope_").replace("_", "").replace(".", "")
 
 
 def _hint(group: str, name: str, known: Sequence[str]) -> str:
     """The name of ours that ``name`` most likely means; empty where none is near."""
+    spelt = {ours.replace("_", ""): ours for ours in known}
+    meant = {word: ours for ours, words in _ELSEWHERE.get(group, {}).items() for word in words.split()}
     word = _spelling(name)
-    for ours, words in _ELSEWHERE.get(group, {}).items():
-        if word in words.split():
-            return ours
-    return next(iter(difflib.get_close_matches(word, known, 1, _NEAR)), "")
+    return meant.get(word) or spelt.get(next(iter(difflib.get_close_matches(word, spelt, 1, _NEAR)), ""), "")
 
 
 def unknown(group: str, noun: str, name: str, installed: Sequence[str]) -> str:
@@ -90,11 +83,10 @@ def unknown(group: str, noun: str, name: str, installed: Sequence[str]) -> str:
     if name in first_party:
         return f"no {noun} named '{name}' is installed; `pip install {first_party[name]}` brings it; {listed}"
     text = f"no {noun} named {shown(name)} is installed"
-    for other, what in _OTHER.get(group, {}).items():
-        if name in {plugin.name for plugin in current().candidates[other]}:
-            return f"{text}, but a {what} of that name is; {listed}"
-    for why, words in _NOT_HERE.items() if group == BACKENDS else ():
-        if _spelling(name).startswith("usp_") or _spelling(name) in words.split():
+    if group in _OTHER and name in {plugin.name for plugin in current().candidates[_OTHER[group][0]]}:
+        return f"{text}, but a {_OTHER[group][1]} of that name is; {listed}"
+    for why, beginnings in _NOT_HERE.items() if group == BACKENDS else ():
+        if _spelling(name) == "sage" or _spelling(name).startswith(beginnings):
             return f"{noun} {shown(name)} cannot be used: {why}; {listed}"
     meant = _hint(group, name, [*installed, *first_party])
     if meant:

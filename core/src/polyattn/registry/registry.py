@@ -9,7 +9,6 @@ neither order of installation nor ``sys.path`` decides, but the caller, by writi
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import sys
@@ -26,9 +25,8 @@ from polyattn._errors import (
 )
 from polyattn.messages import shown
 from polyattn.registry import discovery, hooks
-from polyattn.registry.contract import BACKEND, READER, ROPE_VARIANT, SCOPE, Contract, type_name
-from polyattn.registry.discovery import BACKENDS, Candidate, candidate, illegal_name, normalized
-from polyattn.registry.loading import Failed, Loaded, Outcomes, PluginInfo, describe
+from polyattn.registry.discovery import BACKENDS, Candidate, candidate, illegal_name
+from polyattn.registry.loading import BACKEND, READER, ROPE_VARIANT, SCOPE, Contract, Loader, PluginInfo, type_name
 from polyattn.registry.names import conflict, unknown
 from polyattn.registry.permissions import Rules, trust
 
@@ -57,7 +55,7 @@ class Registry:
         self._registered: dict[str, Candidate] = {}
         self._overrides: dict[int, Candidate] = {}  # the last one of a name holds
         self._registrations = 0  # of the last change to either
-        self._outcomes = Outcomes()
+        self._loader = Loader(contract.noun, contract.fault)
         self._found: tuple[discovery.Scan | None, dict[str, list[Candidate]]] = (None, {})
         self._ready: tuple[State | None, dict[str, Any]] = (None, {})  # what names were found to mean in one state
 
@@ -68,8 +66,8 @@ class Registry:
 
     def loaded(self) -> tuple[str, ...]:
         """The names whose plugin is loaded and allowed, so that :meth:`get` imports nothing."""
-        claims = {name: _sound(self._claims_of(name)) for name in self.names()}
-        return tuple(name for name, sound in claims.items() if len(sound) == 1 and self._is_loaded(sound[0]))
+        sound = {name: _sound(self._claims_of(name)) for name in self.names()}
+        return tuple(name for name, claims in sound.items() if len(claims) == 1 and self._loader.has(claims[0]))
 
     def state(self) -> State:
         """What decides which object a name means; while it is equal, each name means the same object."""
@@ -86,19 +84,19 @@ class Registry:
         """
         claims = self._claims(name)
         try:
-            return self._describe(self._choose(name, claims))
+            return self._loader.describe(self._choose(name, claims))
         except PolyattnError as error:
-            return _joined(claims, _STATUS[type(error)], error)
+            return PluginInfo.of(claims, _STATUS[type(error)], str(error))
 
     def infos(self) -> tuple[PluginInfo, ...]:
         """What is known about every claim to any name, rivals, blocked and broken ones apart; imports no plugin."""
-        infos = [self._describe(plugin) for plugin in self._in_code().values()]
+        infos = list(map(self._loader.describe, self._in_code().values()))
         for name, claims in self._installed().items():
             rivals = _sound(claims)
-            text = conflict(self._contract.noun, name, rivals) if len(rivals) > 1 else ""
-            for plugin in claims:
-                rival = text and _sound([plugin])
-                infos.append(PluginInfo.of(plugin, "conflict", text) if rival else self._describe(plugin))
+            infos += map(self._loader.describe, claims if len(rivals) < 2 else set(claims).difference(rivals))
+            if len(rivals) > 1:
+                text = conflict(self._contract.noun, name, rivals)
+                infos += [PluginInfo.of([plugin], "conflict", text) for plugin in rivals]
         return tuple(sorted(infos, key=lambda info: (info.name, info.dist, info.version, info.value)))
 
     def get(self, name: str) -> Any:
@@ -160,14 +158,15 @@ class Registry:
             return  # a plugin that registers at import what its own entry point names
         claim = self._claim(name, obj)
         if replace:
-            self._registered[name] = claim
+            holders, self._registered[name] = [], claim
         elif not holders:
             known = self._registered.setdefault(name, claim)  # another thread may have come first
             holders = [] if known is claim else [known]
-        if holders and not replace:
+        if holders:
+            taken = ", ".join(f"{holder.label} ({holder.value})" for holder in holders)
             raise DuplicatePluginError(
-                f"cannot register {_value(obj)} as {self._contract.noun} '{name}': the name is taken by "
-                f"{_list(holders)}; choose another name, pass replace=True, or use override() for a while"
+                f"cannot register {_value(obj)} as {self._contract.noun} '{name}': the name is taken by {taken}; "
+                "choose another name, pass replace=True, or use override() for a while"
             )
         self._registrations = next(_serials)
 
@@ -215,7 +214,7 @@ class Registry:
 
         Holds for this process beside ``POLYATTN_ALLOW``, which spawned processes inherit too. ``None`` lifts it.
         """
-        trust.allow(None if dists is None else _texts("allow", dists))
+        trust.allow(dists)
         hooks.refresh()
 
     def disable(self, names: Iterable[str]) -> None:
@@ -224,7 +223,7 @@ class Registry:
         Holds for this process beside ``POLYATTN_DISABLE``, which spawned processes inherit too. Replaces what was
         given before; an empty list lifts it.
         """
-        trust.disable(_texts("disable", names))
+        trust.disable(names)
         hooks.refresh()
 
     def __repr__(self) -> str:
@@ -236,7 +235,7 @@ class Registry:
         known, claims = self._found
         if known is not scan:
             plugins = scan.candidates[self._contract.group]
-            self._outcomes.retry(plugins)
+            self._loader.retry(plugins)
             claims = {}
             for plugin in plugins:
                 claims.setdefault(plugin.name, []).append(plugin)
@@ -260,49 +259,31 @@ class Registry:
         return [in_code] if in_code else installed
 
     def _claims_installed(self, name: str) -> list[Candidate]:
-        dist, _, bare = name.rpartition(":")
-        return [
-            plugin
-            for plugin in self._installed().get(bare, ())
-            if not dist or normalized(plugin.dist) == normalized(dist)
-        ]
+        return [plugin for plugin in self._installed().get(name.rpartition(":")[2], ()) if plugin.is_called(name)]
 
     def _choose(self, name: str, claims: list[Candidate]) -> Candidate:
-        sound = _sound(claims)
+        """The one of ``claims`` that may and can be loaded."""
+        sound, noun = _sound(claims), self._contract.noun
         if len(sound) == 1:
             return sound[0]
         if sound:
-            raise DuplicatePluginError(conflict(self._contract.noun, name, sound))
-        noun = self._contract.noun
-        for plugin in claims:
-            if not trust.forbids(plugin):
-                raise BackendLoadError(
-                    f"{noun} '{name}' ({plugin.label}) cannot be loaded: {plugin.fault}\n  from {plugin.source}",
-                    name=name,
-                    dist=plugin.dist,
-                    version=plugin.version,
-                )
-        who = "; ".join(f"{plugin.label}: {trust.forbids(plugin)}" for plugin in claims)
-        raise BlockedPluginError(
-            f"{noun} '{name}' may not be loaded ({who})", name=name, dist=claims[0].dist, version=claims[0].version
-        )
+            raise DuplicatePluginError(conflict(noun, name, sound))
+        forbidden = {plugin: trust.forbids(plugin) for plugin in claims}
+        first = next((plugin for plugin in claims if not forbidden[plugin]), claims[0])
+        about = {"name": name, "dist": first.dist, "version": first.version}
+        if forbidden[first]:
+            who = "; ".join(f"{plugin.label}: {why}" for plugin, why in forbidden.items())
+            raise BlockedPluginError(f"{noun} '{name}' may not be loaded ({who})", **about)
+        text = f"{noun} '{name}' ({first.label}) cannot be loaded: {first.fault}\n  from {first.source}"
+        raise BackendLoadError(text, **about)
 
     def _object(self, plugin: Candidate) -> Any:
-        noun = self._contract.noun
-        outcome, first = self._outcomes.get(plugin, noun, functools.partial(self._contract.fault, name=plugin.name))
-        if isinstance(outcome, Failed):
-            outcome.throw()
+        obj, first = self._loader.get(plugin)
         if first:
-            _logger.info("loaded %s '%s': %s (%s)", noun, plugin.name, plugin.label, plugin.value)
+            _logger.info("loaded %s '%s': %s (%s)", self._contract.noun, plugin.name, plugin.label, plugin.value)
             if self._contract.group == BACKENDS and hooks.installed("polyattn_backend_loaded"):
-                hooks.call("polyattn_backend_loaded", name=plugin.name, backend=outcome.obj)
-        return outcome.obj
-
-    def _is_loaded(self, plugin: Candidate) -> bool:
-        return isinstance(self._outcomes.peek(plugin), Loaded)
-
-    def _describe(self, plugin: Candidate) -> PluginInfo:
-        return describe(plugin, self._outcomes.peek(plugin), trust.forbids(plugin))
+                hooks.call("polyattn_backend_loaded", name=plugin.name, backend=obj)
+        return obj
 
     def _checked(self, obj: Any, name: str | None = None) -> Any:
         fault = self._contract.fault(obj, name)
@@ -321,26 +302,18 @@ class Registry:
                 f"cannot register {_value(obj)} as {self._contract.noun} {shown(name)}: {fault}", name=name
             )
         if claim is None:
-            claim = Candidate(group, name, _value(obj), serial=next(_serials))
-            self._outcomes.put(claim, self._checked(obj() if isinstance(obj, type) else obj, name))
+            claim = Candidate(name, group, _value(obj), serial=next(_serials))
+            self._loader.put(claim, self._checked(obj() if isinstance(obj, type) else obj, name))
         return claim
 
     def _forget(self, claim: Candidate) -> None:
         """Drop a claim that was made in code."""
         self._registrations = next(_serials)
-        self._outcomes.forget(claim)
+        self._loader.forget(claim)
 
 
 def _sound(claims: Iterable[Candidate]) -> list[Candidate]:
     return [plugin for plugin in claims if not plugin.fault and not trust.forbids(plugin)]
-
-
-def _joined(claims: list[Candidate], status: str, error: PolyattnError) -> PluginInfo:
-    fields = {
-        field: ", ".join(dict.fromkeys(getattr(plugin, field) for plugin in claims))
-        for field in ("dist", "version", "summary", "value", "source")
-    }
-    return PluginInfo(claims[0].name, claims[0].group, status, **fields, error=str(error))
 
 
 def _leads_to(holder: Candidate, obj: Any) -> bool:
@@ -355,17 +328,6 @@ def _leads_to(holder: Candidate, obj: Any) -> bool:
 
 def _value(obj: Any) -> str:
     return obj if isinstance(obj, str) else type_name(obj)
-
-
-def _list(holders: list[Candidate]) -> str:
-    return ", ".join(f"{holder.label} ({holder.value})" for holder in holders)
-
-
-def _texts(method: str, given: Iterable[str]) -> tuple[str, ...]:
-    texts = () if isinstance(given, str) else tuple(given)
-    if isinstance(given, str) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"{method}() needs a list of strings, got {shown(given)}")
-    return texts
 
 
 backends = Registry(BACKEND)
