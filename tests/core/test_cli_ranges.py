@@ -29,7 +29,7 @@ def test_doctor_names_a_torch_and_a_transformers_outside_the_declared_ranges(run
     )
     old, new = sorted(json.loads(done.stdout)["problems"])
     assert old.startswith("torch 2.8.0 is outside the range >=")
-    assert "that polyattn 0.1.0, polyattn-eager 0.1.0, " in old
+    assert "that polyattn 0.1.0, polyattn-cli 0.1.0, polyattn-conformance 0.1.0 and " in old
     assert "; run: pip install 'torch>=" in old
     assert new.startswith("transformers 9.0.0 is outside the range >=")
     assert "that polyattn-transformers 0.1.0 declares; run: pip install 'transformers>=" in new

@@ -59,14 +59,12 @@ def _matches(value: Any, hint: Any) -> bool:
         return any(_matches(value, arg) for arg in typing.get_args(hint))
     if origin is typing.Literal:
         return value in typing.get_args(hint)
-    if hint in (None, type(None)):
+    if hint is None:
         return value is None
     kind = origin or hint
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    if isinstance(value, bool) and kind in (int, float):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def _type_name(hint: Any) -> str:

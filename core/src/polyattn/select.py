@@ -79,16 +79,9 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
         raise AttentionInputError(
             f"request must be an AttentionRequest, got {type(request).__name__}; AttentionRequest.of(q, k, v) makes one"
         )
-    candidates = {name: reasons_of(name, layout, request) for name in backends.names()}
-    ranks: dict[str, int] = {}
-    for name in [name for name, reasons in candidates.items() if not reasons]:
-        try:
-            ranks[name] = _preference(name, layout, request)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - see reasons_of
-            candidates[name] = (_failure("preference", error),)
-    usable = tuple(ranks)
+    answers = {name: _ask(name, layout, request) for name in backends.names()}
+    candidates = {name: reasons for name, (reasons, _) in answers.items()}
+    usable = tuple(name for name, reasons in candidates.items() if not reasons)
     if not usable:
         return Decision(None, candidates)
     if hooks.installed("polyattn_select_backend"):
@@ -100,8 +93,8 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
                     f"got {shown(policy)}"
                 )
             return Decision(policy, candidates, "the site's policy")
-    chosen = min(usable, key=lambda name: (-ranks[name], name))
-    return Decision(chosen, candidates, f"highest preference, {ranks[chosen]}")
+    preference, chosen = min((-answers[name][1], name) for name in usable)
+    return Decision(chosen, candidates, f"highest preference, {-preference}")
 
 
 def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
@@ -203,12 +196,6 @@ class AutoBackend:
         """Run the backend that prepared."""
         return prepared.backend.attend(q, k, v, prepared, bias=bias, sinks=sinks)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AutoBackend)
-
-    def __hash__(self) -> int:
-        return hash(AUTO)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return (resolve_backend, (AUTO,))
 
@@ -223,35 +210,27 @@ _SAVING = frozenset({BackendBase.prepare, AutoBackend.prepare})
 
 def reasons_of(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
     """Why the backend ``name`` refuses; a plugin that cannot be loaded or asked is a reason too."""
+    return _ask(name, layout, request)[0]
+
+
+def _ask(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[tuple[Reason, ...], int]:
+    """Why the backend ``name`` refuses, and its preference where it does not."""
+    doctor, question = "see `polyattn doctor`", "unsupported"
     try:
         backend = backends.get(name)
     except PolyattnError as error:
-        return (
-            Reason(
-                "not_loadable", "plugin", str(error).splitlines()[0], "a plugin that loads", "see `polyattn doctor`"
-            ),
-        )
+        return (Reason("not_loadable", "plugin", str(error).splitlines()[0], "a plugin that loads", doctor),), 0
     try:
         reasons = backend.unsupported(layout, request)
         if not isinstance(reasons, tuple) or not all(isinstance(reason, Reason) for reason in reasons):
             raise TypeError(f"must return a tuple of Reason, got {shown(reasons)}")  # noqa: TRY301 - as if it had raised it
-    except (LayoutError, AttentionInputError):
-        raise  # about the question, not about the backend
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 - a backend that fails at the question must not take others along
-        return (_failure("unsupported", error),)
-    return reasons
-
-
-def _preference(name: str, layout: MaskLayout, request: AttentionRequest) -> int:
-    preference = getattr(backends.get(name), "preference", None)
-    return 0 if preference is None else operator.index(preference(layout, request))
-
-
-def _failure(question: str, error: BaseException) -> Reason:
-    got = f"{question}: {brief(error)}"
-    return Reason("fails_when_asked", "plugin", got, "a backend that answers", "see `polyattn doctor`")
+        preference, question = getattr(backend, "preference", None), "preference"
+        return reasons, 0 if reasons or preference is None else operator.index(preference(layout, request))
+    except (KeyboardInterrupt, LayoutError, AttentionInputError):
+        raise  # the last two are about the question, not about the backend
+    except BaseException as error:  # noqa: BLE001 - a backend that fails when asked must not take others along
+        got = f"{question}: {brief(error)}"
+        return (Reason("fails_when_asked", "plugin", got, "a backend that answers", doctor),), 0
 
 
 def _refusals(decision: Decision) -> tuple[Reason, ...]:

@@ -32,7 +32,8 @@ _LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)  # others
 _LEGAL_NAME = re.compile(r"[a-z][a-z0-9_]*")
 # What would act on a terminal instead of being shown there: controls, and marks that turn the direction of writing.
 _ACTS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-_VALUE = re.compile(r"(?P<module>[\w.]+)\s*(:\s*(?P<attr>[\w.]+)\s*)?(\[.*\]\s*)?")
+_VALUE = re.compile(r"([\w.]+)\s*(?::\s*([\w.]+)\s*)?(?:\[.*\]\s*)?")
+_HEADER = re.compile(r"^(name|version|summary):(.*)$", re.IGNORECASE | re.MULTILINE)
 _logger = logging.getLogger("polyattn")
 _scans: dict[str, Scan] = {}
 
@@ -112,18 +113,11 @@ def normalized(dist: str) -> str:
 
 
 def candidate(group: str, name: str, value: str, **origin: Any) -> Candidate:
-    """A claim with its value taken apart, or with the fault that keeps it from ever loading.
-
-    Args:
-        group: entry-point group.
-        name: the claimed name.
-        value: ``"module"`` or ``"module:attr"``.
-        origin: further fields of :class:`Candidate`.
-    """
+    """A claim with its value taken apart, or with the fault that keeps it from ever loading."""
     fault = illegal_name(group, name)
     match = _VALUE.fullmatch(value)
-    module, attr = (match["module"], match["attr"] or "") if match else ("", "")
-    if not fault and not all(map(str.isidentifier, [*module.split("."), *(attr.split(".") if attr else ())])):
+    module, attr = match.groups("") if match else ("", "")
+    if not fault and not all(map(str.isidentifier, (f"{module}.{attr}" if attr else module).split("."))):
         fault = f"the entry point's value must be 'module' or 'module:attribute', got {shown(value)}"
     if fault:
         module = attr = ""
@@ -228,12 +222,5 @@ def _distinct(records: list[_Found]) -> list[Candidate]:
 
 def header_of(metadata: str) -> dict[str, str]:
     """Name, version and summary of a distribution's metadata."""
-    # Three one-line fields; the email parser that the whole file would need costs more than the rest of a scan.
-    fields = {}
-    for line in metadata.splitlines():
-        if not line:
-            break
-        key, _, value = line.partition(":")
-        if key.lower() in {"name", "version", "summary"}:
-            fields[key.lower()] = value.strip()
-    return fields
+    # The email parser that the whole file would need costs more than the rest of a scan.
+    return {key.lower(): value.strip() for key, value in _HEADER.findall(metadata.partition("\n\n")[0])}

@@ -88,8 +88,9 @@ def call(hook: str, /, **arguments: Any) -> Any:
         The exception of a hook that decides passes through; that of an observer, ``SystemExit`` too, is logged with its
         traceback.
     """
+    caller = getattr(_loaded().manager.hook, hook)
     try:
-        return getattr(_loaded().manager.hook, hook)(**arguments)
+        return caller(**arguments)
     except BaseException as error:
         if hook not in _OBSERVERS or isinstance(error, KeyboardInterrupt):
             raise
