@@ -29,14 +29,9 @@ def missing_abilities(
     request: AttentionRequest,
     hint: Callable[[str, torch.device], str] | None = None,
 ) -> tuple[Reason, ...]:
-    """One reason for each feature in use that ``abilities`` lacks.
+    """One reason for each feature in use that ``abilities``, what ``backend`` honours on the device, lacks.
 
-    Args:
-        backend: its name.
-        abilities: what it honours on the request's device.
-        layout: the mask.
-        request: the rest.
-        hint: what to do about a feature on a device.
+    ``hint`` says what to do about a feature on a device.
     """
     found = features_of(layout, request)
     return tuple(

@@ -13,12 +13,7 @@ from polyattn.messages import listed, shortened, shown
 
 
 def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:
-    """``given`` as an instance of the dataclass ``kind``.
-
-    Args:
-        owner: name of the backend, for messages.
-        kind: the backend's ``Options`` class, or ``None`` when it has none.
-        given: an instance of ``kind``, a mapping of field names to values, or ``None`` for the defaults.
+    """``given`` (an instance, a mapping or ``None``) as an instance of the ``Options`` dataclass ``kind`` of ``owner``.
 
     Raises:
         ConfigError: the backend has no options, a name is unknown, or a value has the wrong type.
@@ -59,8 +54,6 @@ def _matches(value: Any, hint: Any) -> bool:
         return any(_matches(value, arg) for arg in typing.get_args(hint))
     if origin is typing.Literal:
         return value in typing.get_args(hint)
-    if hint is None:
-        return value is None
     kind = origin or hint
     if isinstance(value, bool) and kind in (int, float):
         return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import operator
 import weakref
@@ -24,7 +23,7 @@ from polyattn._layout import MaskLayout
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 from polyattn.messages import shown
-from polyattn.registry import AUTO, State, backends, brief, hooks
+from polyattn.registry import AUTO, backends, brief, hooks
 
 _logger = logging.getLogger("polyattn")
 
@@ -61,14 +60,9 @@ class Decision:
 
 
 def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
-    """Ask every installed backend, and decide as ``auto`` would.
+    """Every installed backend's reasons against ``layout`` and ``request``, and what ``auto`` decides.
 
-    Args:
-        layout: the mask.
-        request: sizes, dtype, device and features.
-
-    Returns:
-        The decision, with every backend's reasons. A plugin that cannot be loaded is listed with the cause.
+    A plugin that cannot be loaded or asked is listed with the cause.
 
     Raises:
         ConfigError: the site's policy names a backend that cannot do the request.
@@ -150,6 +144,11 @@ def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> Att
     return resolved
 
 
+#: The last decision of ``auto`` about each layout, and in which state of the registry it was made.
+_last: weakref.WeakKeyDictionary[MaskLayout, tuple[object, AttentionRequest, AttentionBackend]]
+_last = weakref.WeakKeyDictionary()
+
+
 class AutoBackend:
     """The name ``auto``: decides for each layout and request, and hands over to the chosen backend.
 
@@ -161,12 +160,6 @@ class AutoBackend:
     name = AUTO
     api_version = 1
 
-    def __init__(self) -> None:
-        #: The last decision about each layout, and in which state of the registry it was made.
-        self._last: weakref.WeakKeyDictionary[MaskLayout, tuple[State, AttentionRequest, AttentionBackend]] = (
-            weakref.WeakKeyDictionary()
-        )
-
     def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
         """Empty when some installed backend can; otherwise one reason for each backend's refusal."""
         return _refusals(explain(layout, request))
@@ -176,7 +169,7 @@ class AutoBackend:
         if torch.compiler.is_compiling():
             raise ConfigError(_OUTSIDE.format("'auto' cannot decide inside a compiled function"))
         check_layout_type(layout)
-        state, last = backends.state(), self._last.get(layout)
+        state, last = backends.state(), _last.get(layout)
         lasting = not hooks.installed("polyattn_select_backend")
         if lasting and last is not None and last[0] == state and last[1] == request:
             return prepare(last[2], layout, request)
@@ -185,9 +178,9 @@ class AutoBackend:
             raise UnsupportedAttentionError(AUTO, _refusals(decision), ())
         _log_once(str(decision))
         chosen: AttentionBackend = backends.get(decision.chosen)
-        reasons = itertools.chain.from_iterable(decision.candidates.values())
-        if lasting and not any(reason.code in _MAY_PASS for reason in reasons):
-            self._last[layout] = state, request, chosen
+        failed = any(reason.code in _MAY_PASS for reasons in decision.candidates.values() for reason in reasons)
+        if lasting and not failed:
+            _last[layout] = state, request, chosen
         return prepare(chosen, layout, request)
 
     def attend(

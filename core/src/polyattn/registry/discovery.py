@@ -10,10 +10,10 @@ import dataclasses
 import importlib
 import logging
 import re
-import string
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import importlib_metadata
 
@@ -28,7 +28,6 @@ GROUPS = (BACKENDS, ROPE, HOOKS, READERS, SCOPES)
 #: The name in a config that stands for "decide per request"; no plugin may have it.
 AUTO = "auto"
 
-_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)  # others have look-alikes: the Kelvin sign
 _LEGAL_NAME = re.compile(r"[a-z][a-z0-9_]*")
 # What would act on a terminal instead of being shown there: controls, and marks that turn the direction of writing.
 _ACTS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -109,7 +108,8 @@ def rescan() -> Scan:
 
 def normalized(dist: str) -> str:
     """The one spelling of a distribution's name: ``"Polyattn_FA2"`` and ``"polyattn-fa2"`` are the same."""
-    return re.sub(r"[-_.]+", "-", dist.strip()).translate(_LOWER)
+    # Other letters than these have look-alikes in lower case: the Kelvin sign.
+    return re.sub(r"[A-Z]", lambda letter: letter[0].lower(), re.sub(r"[-_.]+", "-", dist.strip()))
 
 
 def candidate(group: str, name: str, value: str, **origin: Any) -> Candidate:
@@ -135,16 +135,16 @@ def illegal_name(group: str, name: str) -> str:
 
 def _scan() -> Scan:
     problems: list[str] = []
-    found: dict[str, list[_Found]] = {}
+    found: dict[str, list[tuple[Candidate, bool]]] = {}
     for dist in distributions(problems):
         try:
-            for record in list(_claims(dist)):
-                found.setdefault(normalized(record.claim.dist), []).append(record)
+            for claim, whole in list(_claims(dist)):
+                found.setdefault(normalized(claim.dist), []).append((claim, whole))
         except Exception as error:  # noqa: BLE001 - any metadata may be broken in any way; `polyattn doctor` shows it
             problems.append(f"{getattr(dist, '_path', dist)}: {type(error).__name__}: {error}")
     for problem in problems:
         _logger.warning("not all metadata can be read: %s", problem)
-    claims = [claim for records in found.values() for claim in _distinct(records)]
+    claims = [claim for mine in found.values() for claim in _distinct(mine)]
     for claim in filter(lambda claim: claim.fault, claims):
         _logger.warning("plugin %r of %s is ignored: %s (%s)", claim.name, claim.label, claim.fault, claim.source)
     claims.sort(key=lambda claim: (claim.name, claim.dist, claim.version, claim.value))
@@ -152,18 +152,16 @@ def _scan() -> Scan:
 
 
 def distributions(problems: list[str]) -> list[Any]:
-    """Every installed distribution; a finder or an entry of ``sys.path`` that cannot be searched is a problem."""
-    try:
-        return list(importlib_metadata.distributions())
-    except Exception as error:  # noqa: BLE001 - a finder of somebody else, or sys.path, may be broken in any way
-        problems.append(f"sys.meta_path or sys.path cannot be searched whole: {type(error).__name__}: {error}")
+    """Every installed distribution; a finder that fails is a problem and hides nothing of the others."""
     found: list[Any] = []
-    for entry in sys.path:
+    # Like an import, it passes over what is not text on sys.path.
+    path = [entry for entry in sys.path if isinstance(entry, str) and "\0" not in entry]
+    context = importlib_metadata.DistributionFinder.Context(path=path)  # type: ignore[no-untyped-call]
+    for finder in sys.meta_path:
         try:
-            context = importlib_metadata.DistributionFinder.Context(path=[entry])  # type: ignore[no-untyped-call]
-            found += importlib_metadata.MetadataPathFinder.find_distributions(context)
-        except Exception as error:  # noqa: BLE001 - likewise
-            problems.append(f"the entry {shown(entry)} of sys.path: {type(error).__name__}: {error}")
+            found += getattr(finder, "find_distributions", lambda _: ())(context)
+        except Exception as error:  # noqa: BLE001 - a finder of somebody else may be broken in any way
+            problems.append(f"{shown(finder)} of sys.meta_path: {type(error).__name__}: {error}")
     return found
 
 
@@ -172,14 +170,8 @@ def printable(text: str) -> str:
     return _ACTS.sub(lambda match: ascii(match[0])[1:-1], text.removeprefix("\ufeff"))
 
 
-class _Found(NamedTuple):
-    claim: Candidate
-    root: str  # the entry of sys.path
-    folder: str  # of the metadata
-    whole: bool  # whether the metadata has its main file
-
-
-def _claims(dist: Any) -> Iterator[_Found]:
+def _claims(dist: Any) -> Iterator[tuple[Candidate, bool]]:
+    """Every claim of a folder of metadata, and whether its main file is there."""
     text = dist.read_text("entry_points.txt")
     if not text or "polyattn." not in text:
         return
@@ -196,27 +188,26 @@ def _claims(dist: Any) -> Iterator[_Found]:
         "summary": header.get("summary", ""),
         "source": f"{folder}/entry_points.txt" if folder else "",
     }
-    root = str(dist.locate_file(""))
     group = ""
     for line in map(str.strip, printable(text).splitlines()):
         if line.startswith("["):
             group = line[1:-1].strip() if line.endswith("]") else ""
         elif group in GROUPS and line and not line.startswith(("#", ";")):
             name, _, value = line.partition("=")
-            yield _Found(candidate(group, name.strip(), value.strip(), **origin), root, folder, bool(header))
+            yield candidate(group, name.strip(), value.strip(), **origin), bool(header)
 
 
-def _distinct(records: list[_Found]) -> list[Candidate]:
+def _distinct(found: list[tuple[Candidate, bool]]) -> list[Candidate]:
     """The claims of one distribution that count.
 
     A distribution that stands on ``sys.path`` twice is the first of the two, as for an import. What is left over in the
     same folder (egg-info beside dist-info, metadata without its main file) makes no second claim.
     """
-    whole = [record for record in records if record.whole] or records
-    first = [record for record in whole if record.root == whole[0].root]
+    claims = [claim for claim, whole in found if whole] or [claim for claim, _ in found]
     distinct: dict[tuple[str, ...], Candidate] = {}
-    for claim, *_ in sorted(first, key=lambda record: (record.folder.endswith(".dist-info"), record.folder)):
-        distinct[claim.group, claim.name, claim.module or claim.value, claim.attr] = claim
+    for claim in sorted(claims, key=lambda claim: (".dist-info/" in claim.source, claim.source)):
+        if Path(claim.source).parent.parent == Path(claims[0].source).parent.parent:
+            distinct[claim.group, claim.name, claim.module or claim.value, claim.attr] = claim
     return list(distinct.values())
 
 

@@ -1,14 +1,7 @@
 """Hooks: what any number of installed packages may do at once, through pluggy.
 
 A hook plugin is an entry point of the group ``polyattn.hooks`` whose value is a module, an object or a class with
-functions marked by ``pluggy.HookimplMarker("polyattn")``::
-
-    hookimpl = pluggy.HookimplMarker("polyattn")
-
-
-    @hookimpl
-    def polyattn_prepared(prepared):
-        print(prepared.backend.name, prepared.layout.describe())
+functions marked by ``pluggy.HookimplMarker("polyattn")`` and called like one of :class:`Specifications`.
 
 They are loaded one by one, at the first question about a hook, and never by ``import polyattn``. One that cannot be
 loaded, or that asks for a hook or an argument which does not exist, is left out and shown by ``polyattn doctor``.
@@ -22,12 +15,12 @@ from typing import Any, NamedTuple
 
 import pluggy
 
-from polyattn._errors import BackendLoadError, IncompatiblePluginError, PluginNotFoundError
+from polyattn._errors import BackendLoadError, PluginNotFoundError
 from polyattn._reasons import Reason
 from polyattn.messages import shown
 from polyattn.registry import discovery
 from polyattn.registry.discovery import HOOKS
-from polyattn.registry.loading import Fault, Loader, PluginInfo
+from polyattn.registry.loading import Loader, PluginInfo
 from polyattn.registry.permissions import trust
 
 _logger = logging.getLogger("polyattn")
@@ -81,12 +74,9 @@ def installed(name: str) -> bool:
 
 
 def call(hook: str, /, **arguments: Any) -> Any:
-    """Call every implementation of ``hook``; ask :func:`installed` first.
+    """What the implementations of ``hook`` return, ``None`` left out; of a first result that one, or ``None``.
 
-    Returns:
-        The results that are not ``None``, as a list; for ``polyattn_select_backend`` the first one or ``None``.
-        The exception of a hook that decides passes through; that of an observer, ``SystemExit`` too, is logged with its
-        traceback.
+    The exception of a hook that decides passes through; that of an observer, ``SystemExit`` too, is logged.
     """
     caller = getattr(_loaded().manager.hook, hook)
     try:
@@ -105,21 +95,15 @@ def register(plugin: object, name: str) -> None:
         BackendLoadError: it has no hook, or one with an unknown name or argument, or ``name`` is taken.
     """
     fault = _fault(plugin)
-    known = _in_code.setdefault(name, plugin) if not fault else plugin
-    if known is not plugin:
-        fault = BackendLoadError, f"there is a hook plugin of that name: {shown(known)}"
+    if not fault and _in_code.setdefault(name, plugin) is not plugin:
+        fault = BackendLoadError(f"there is a hook plugin of that name: {shown(_in_code[name])}")
     if fault:
-        kind, problem = fault
-        raise kind(f"hook plugin '{name}' cannot be used: {problem}", name=name)
+        raise BackendLoadError(f"hook plugin '{name}' cannot be used: {fault}", name=name)
     refresh()
 
 
 def unregister(name: str) -> None:
-    """Remove the hook plugin that :func:`register` added as ``name``.
-
-    Raises:
-        PluginNotFoundError: there is none.
-    """
+    """Remove the hook plugin that :func:`register` added as ``name``; ``PluginNotFoundError`` where there is none."""
     if _in_code.pop(name, None) is None:
         raise PluginNotFoundError(
             f"no hook plugin '{name}' was registered in code; got {', '.join(_in_code) or 'none'}"
@@ -128,8 +112,7 @@ def unregister(name: str) -> None:
 
 
 def refresh() -> None:
-    """When next asked, look again at what is installed and allowed, and try again what failed."""
-    _loader.retry(discovery.current().candidates[HOOKS])
+    """When next asked, look again at what is installed and allowed."""
     _looks[0] = []
 
 
@@ -148,7 +131,7 @@ def _loaded() -> _Found:
             continue
         try:
             obj, _ = _loader.get(plugin)
-        except (BackendLoadError, IncompatiblePluginError) as error:
+        except BackendLoadError as error:
             _logger.warning("%s", error)
             continue
         if not manager.is_registered(obj):  # several entry points may lead to one object
@@ -161,13 +144,13 @@ def _loaded() -> _Found:
     return look[0]
 
 
-def _fault(plugin: object, _name: str = "") -> Fault | None:
+def _fault(plugin: object, _name: str = "") -> BackendLoadError | None:
     """What keeps ``plugin`` from being a hook plugin, found without adding it."""
     trial = _new_manager()
     try:
         trial.register(plugin, "hook plugin")
     except pluggy.PluginValidationError as error:
-        return BackendLoadError, " ".join(str(error).split())
+        return BackendLoadError(" ".join(str(error).split()))
     callers = trial.get_hookcallers(plugin) or ()
     unknown = [
         caller.name
@@ -177,9 +160,9 @@ def _fault(plugin: object, _name: str = "") -> Fault | None:
     if unknown:
         close = difflib.get_close_matches(unknown[0], NAMES, 1)
         meant = f", did you mean {close[0]}?" if close else ";"
-        return BackendLoadError, f"there is no hook {', '.join(unknown)}{meant} the hooks are {', '.join(NAMES)}"
+        return BackendLoadError(f"there is no hook {', '.join(unknown)}{meant} the hooks are {', '.join(NAMES)}")
     if not callers:
-        return BackendLoadError, 'it has no function marked with pluggy.HookimplMarker("polyattn")'
+        return BackendLoadError('it has no function marked with pluggy.HookimplMarker("polyattn")')
     return None
 
 

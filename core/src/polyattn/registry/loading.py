@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from polyattn._errors import (
     BackendLoadError,
@@ -17,11 +18,10 @@ from polyattn._errors import (
     UnknownRopeVariantError,
 )
 from polyattn.messages import shown
-from polyattn.registry.discovery import BACKENDS, READERS, ROPE, SCOPES, Candidate, Claim
+from polyattn.registry.discovery import BACKENDS, READERS, ROPE, SCOPES, Candidate, Claim, Scan, current
 from polyattn.registry.permissions import trust
 
 PluginError: TypeAlias = BackendLoadError | IncompatiblePluginError
-Fault: TypeAlias = tuple[type[PluginError], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Contract:
     calls: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]
     api_versions: range = range(1, 2)
 
-    def fault(self, obj: Any, name: str | None = None) -> Fault | None:
+    def fault(self, obj: Any, name: str | None = None) -> PluginError | None:
         """What keeps ``obj`` from being such a plugin called ``name`` (``None``: called anything)."""
         required = ("name", "api_version", *self.calls)
         missing = [attribute for attribute in required if not hasattr(obj, attribute)]
@@ -56,15 +56,16 @@ class Contract:
         elif obj.api_version not in self.api_versions:
             spoken = " or ".join(map(str, self.api_versions))
             cure = "upgrade polyattn" if obj.api_version > self.api_versions[-1] else "upgrade the plugin"
-            problem = f"it speaks api_version {obj.api_version}, this polyattn speaks {spoken}; {cure}"
-            return IncompatiblePluginError, problem
+            return IncompatiblePluginError(
+                f"it speaks api_version {obj.api_version}, this polyattn speaks {spoken}; {cure}"
+            )
         else:
             problems = [_call_problem(obj, method, *arguments) for method, arguments in self.calls.items()]
             problem = "; ".join(filter(None, problems))
             if not problem and (not isinstance(obj.name, str) or (name is not None and obj.name != name)):
                 need = "a str" if name is None else shown(name)
                 problem = f"its attribute name must be {need}, got {shown(obj.name)}"
-        return (BackendLoadError, problem) if problem else None
+        return BackendLoadError(problem) if problem else None
 
 
 BACKEND = Contract(
@@ -118,69 +119,51 @@ class PluginInfo(Claim):
 class Loader:
     """Loads the plugins of one kind, each at most once, and remembers what came of it.
 
-    No lock is held while a plugin is imported. Where threads load one at once, the first object serves all of them.
+    It holds no lock while a plugin is imported. Where threads load one at once, the first object serves all of them.
 
-    Args:
-        noun: what such a plugin is called in messages.
-        fault: what is wrong with an object of a name, or ``None``.
+    Attributes:
+        loaded: the objects.
     """
 
-    def __init__(self, noun: str, fault: Callable[[Any, str], Fault | None]) -> None:
+    def __init__(self, noun: str, fault: Callable[[Any, str], PluginError | None]) -> None:
         self._noun, self._fault = noun, fault
-        self._loaded: dict[Candidate, tuple[Any]] = {}
-        self._failed: dict[Candidate, PluginError] = {}
-
-    def has(self, plugin: Candidate) -> bool:
-        """Whether :meth:`get` of ``plugin`` imports nothing and raises nothing."""
-        return plugin in self._loaded
+        self.loaded: dict[Candidate, tuple[Any]] = {}
+        # By scan, so that a refresh lets what failed be tried again.
+        self._failed: WeakKeyDictionary[Scan, dict[Candidate, PluginError]] = WeakKeyDictionary()
 
     def get(self, plugin: Candidate) -> tuple[Any, bool]:
         """The object of ``plugin``, a claim without fault, and whether this call brought it.
 
         Raises:
-            BackendLoadError, IncompatiblePluginError: it cannot be used; :meth:`retry` lets it be tried again.
+            BackendLoadError, IncompatiblePluginError: it cannot be used; so until the next scan.
         """
-        known, failed = self._loaded.get(plugin), self._failed  # the table that a retry replaces
+        known, failed = self.loaded.get(plugin), self._failed.setdefault(current(), {})
         if known is not None:
             return known[0], False
         error = failed.get(plugin)
         if error is None:
             found = self._load(plugin)
             if isinstance(found, tuple):
-                known = self._loaded.setdefault(plugin, found)
+                known = self.loaded.setdefault(plugin, found)
                 failed.pop(plugin, None)  # a question that its own import asked, and could not be answered
                 return known[0], known is found
-            known = self._loaded.get(plugin)
+            known = self.loaded.get(plugin)
             if known is not None:
                 return known[0], False
             error = failed[plugin] = found
         raise copy.copy(error) from error.__cause__
 
-    def put(self, plugin: Candidate, obj: Any) -> None:
-        """Let ``obj`` be the object of ``plugin``."""
-        self._loaded[plugin] = (obj,)
-
-    def forget(self, plugin: Candidate) -> None:
-        """Drop what came of ``plugin``."""
-        self._loaded.pop(plugin, None)
-
-    def retry(self, installed: Iterable[Candidate]) -> None:
-        """Forget what failed, and what was loaded of distributions that are no longer among ``installed``."""
-        self._failed = {}
-        known = set(installed)
-        for plugin in list(self._loaded):
-            if plugin.dist and plugin not in known:
-                self.forget(plugin)
-
     def describe(self, plugin: Candidate) -> PluginInfo:
         """What is known about ``plugin``, its rivals apart; loads nothing."""
-        forbidden, failed = trust.forbids(plugin), None if self.has(plugin) else self._failed.get(plugin)
+        forbidden = trust.forbids(plugin)
         if forbidden or plugin.fault:
             return PluginInfo.of([plugin], "blocked" if forbidden else "broken", forbidden or plugin.fault)
+        failed = None if plugin in self.loaded else self._failed.get(current(), {}).get(plugin)
         if failed:
             status = "incompatible" if isinstance(failed, IncompatiblePluginError) else "broken"
             return PluginInfo.of([plugin], status, str(failed))
-        return PluginInfo.of([plugin], ("loaded" if self.has(plugin) else "available") if plugin.dist else "registered")
+        installed = "loaded" if plugin in self.loaded else "available"
+        return PluginInfo.of([plugin], installed if plugin.dist else "registered")
 
     def _load(self, plugin: Candidate) -> tuple[Any] | PluginError:
         """Import, instantiate and check; whatever is raised is the plugin's failure, but for ``KeyboardInterrupt``."""
@@ -195,7 +178,7 @@ class Loader:
             fault = self._fault(obj, plugin.name)
             if not fault:
                 return (obj,)
-            kind, problem = fault[0], f"used: {fault[1]}"
+            kind, problem = type(fault), f"used: {fault}"
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - SystemExit and an extension's panic are not an Exception
@@ -231,12 +214,12 @@ def _call_problem(obj: Any, method: str, positional: tuple[str, ...], keywords: 
     function = getattr(obj, method)
     if not callable(function):
         return f"{method} must be a method, got {shown(function)}"
+    signature: object = ""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return ""  # a compiled method need not tell its signature
-    try:
         signature.bind(*positional, **dict.fromkeys(keywords))
+    except ValueError:
+        return ""  # a compiled method need not tell its signature
     except TypeError as error:
         call = ", ".join([*positional, *(f"{keyword}=..." for keyword in keywords)])
         return f"{method}{signature} cannot be called as {method}({call}): {error}"

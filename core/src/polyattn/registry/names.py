@@ -35,8 +35,6 @@ _ELSEWHERE = {
         "linear": r"pi|(position)?interpolation|linearscaling",
         "dynamic": r"ntk|ntkaware|dynamicntk|ntkdynamic",
         "longrope": r"su|phi3",
-        "llama3": r"llama(3\.?1)?",
-        "yarn": r"deepseekyarn",
         "proportional": r"prope|gemma4",
     },
 }

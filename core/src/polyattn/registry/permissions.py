@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TypeAlias
 
 from polyattn._errors import ConfigError
 from polyattn.messages import shown
@@ -21,8 +20,6 @@ from polyattn.registry.discovery import Candidate, normalized
 
 ALLOW = "POLYATTN_ALLOW"
 DISABLE = "POLYATTN_DISABLE"
-#: Every list at one moment: allow and disable from the environment, then from code; ``None``: nobody gave that list.
-Rules: TypeAlias = tuple[str | None, str | None, tuple[str, ...] | None, tuple[str, ...] | None]
 
 
 class Trust:
@@ -40,7 +37,7 @@ class Trust:
         """Never load these names (``"name"`` or ``"dist:name"``); replaces the names given before."""
         self._disabled = _texts("disable", names) or None
 
-    def rules(self) -> Rules:
+    def rules(self) -> tuple[object, ...]:
         """What the lists say now, to compare with what they said before."""
         return os.environ.get(ALLOW), os.environ.get(DISABLE), self._allowed, self._disabled
 

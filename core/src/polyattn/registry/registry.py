@@ -1,9 +1,7 @@
 """From the name in a config to the object behind it: backends and RoPE variants, each in a :class:`Registry`.
 
-Two phases. ``names()`` and ``info(name)`` read distribution metadata and import nothing. ``get(name)`` imports exactly
-one plugin, checks it, and from then on returns the same object to every thread. A plugin that cannot be used harms no
-other: its error is raised by ``get`` of its own name, and only there. Between two distributions that claim one name
-neither order of installation nor ``sys.path`` decides, but the caller, by writing ``"dist-name:name"``.
+Between two distributions that claim one name neither order of installation nor ``sys.path`` decides, but the caller, by
+writing ``"dist-name:name"``.
 """
 
 from __future__ import annotations
@@ -11,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import operator
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 from polyattn._errors import (
     BackendLoadError,
@@ -28,26 +27,21 @@ from polyattn.registry import discovery, hooks
 from polyattn.registry.discovery import BACKENDS, Candidate, candidate, illegal_name
 from polyattn.registry.loading import BACKEND, READER, ROPE_VARIANT, SCOPE, Contract, Loader, PluginInfo, type_name
 from polyattn.registry.names import conflict, unknown
-from polyattn.registry.permissions import Rules, trust
+from polyattn.registry.permissions import trust
 
 _logger = logging.getLogger("polyattn")
 _serials = itertools.count(1)
 #: What the metadata alone says about a name, by the error that ``get`` would raise.
 _STATUS = {DuplicatePluginError: "conflict", BlockedPluginError: "blocked", BackendLoadError: "broken"}
-#: What decides which object a name means: the scan, the lists of trust, and the last change made in code.
-State: TypeAlias = tuple[discovery.Scan, Rules, int]
 
 
 class Registry:
     """The plugins of one group, by name.
 
-    Names match ``[a-z][a-z0-9_]*`` and are compared exactly. Where a name is asked for, ``"dist-name:name"`` means the
-    plugin of one distribution. Every method may be called from any thread, and by a plugin while it is imported. No
-    lock is held meanwhile, and no table is changed but by single operations on a dict; where threads load one plugin
-    at once, everybody gets the object of the first that succeeds.
-
-    Args:
-        contract: the group, and what its plugins must provide.
+    ``names()`` and ``info(name)`` read distribution metadata and import nothing. ``get(name)`` imports one plugin,
+    checks it, and from then on returns the same object to every thread; the error of a plugin that cannot be used is
+    raised by ``get`` of its own name, and only there. Every method may be called from any thread, and by a plugin while
+    it is imported: no lock is held, and no table is changed but by single operations on a dict.
     """
 
     def __init__(self, contract: Contract) -> None:
@@ -56,28 +50,26 @@ class Registry:
         self._overrides: dict[int, Candidate] = {}  # the last one of a name holds
         self._registrations = 0  # of the last change to either
         self._loader = Loader(contract.noun, contract.fault)
-        self._found: tuple[discovery.Scan | None, dict[str, list[Candidate]]] = (None, {})
-        self._ready: tuple[State | None, dict[str, Any]] = (None, {})  # what names were found to mean in one state
+        self._ready: tuple[object, dict[str, Any]] = (None, {})  # what names were found to mean in one state
 
     def names(self) -> tuple[str, ...]:
         """Every installed or registered name, sorted, whether or not it can be loaded; imports no plugin."""
-        installed = {name for name in self._installed() if not illegal_name(self._contract.group, name)}
+        installed = {plugin.name for plugin in self._installed() if not illegal_name(plugin.group, plugin.name)}
         return tuple(sorted(installed.union(self._in_code())))
 
     def loaded(self) -> tuple[str, ...]:
         """The names whose plugin is loaded and allowed, so that :meth:`get` imports nothing."""
         sound = {name: _sound(self._claims_of(name)) for name in self.names()}
-        return tuple(name for name, claims in sound.items() if len(claims) == 1 and self._loader.has(claims[0]))
+        return tuple(name for name, claims in sound.items() if len(claims) == 1 and claims[0] in self._loader.loaded)
 
-    def state(self) -> State:
+    def state(self) -> tuple[object, ...]:
         """What decides which object a name means; while it is equal, each name means the same object."""
         return discovery.current(), trust.rules(), self._registrations
 
     def info(self, name: str) -> PluginInfo:
         """What is known about ``name``; imports no plugin.
 
-        When several distributions claim it, their fields are joined with commas; ask for ``"dist-name:name"`` or
-        :meth:`infos` to tell them apart.
+        The fields of several distributions that claim it are joined with commas; :meth:`infos` tells them apart.
 
         Raises:
             PluginNotFoundError: nothing installed or registered has that name.
@@ -91,7 +83,8 @@ class Registry:
     def infos(self) -> tuple[PluginInfo, ...]:
         """What is known about every claim to any name, rivals, blocked and broken ones apart; imports no plugin."""
         infos = list(map(self._loader.describe, self._in_code().values()))
-        for name, claims in self._installed().items():
+        for name, group in itertools.groupby(self._installed(), key=operator.attrgetter("name")):
+            claims = list(group)
             rivals = _sound(claims)
             infos += map(self._loader.describe, claims if len(rivals) < 2 else set(claims).difference(rivals))
             if len(rivals) > 1:
@@ -120,11 +113,7 @@ class Registry:
         return found
 
     def resolve(self, name_or_object: Any, options: Any = None) -> Any:
-        """The plugin object for a value from a config, with options set.
-
-        Args:
-            name_or_object: a name, or an object that provides what a plugin of this group provides.
-            options: given to the object's ``configure`` unless empty.
+        """The plugin object for a name from a config, or the given object, with ``options`` set unless they are empty.
 
         Raises:
             ConfigError: the plugin has no options, or not these.
@@ -133,18 +122,16 @@ class Registry:
         obj = self.get(name_or_object) if isinstance(name_or_object, str) else self._checked(name_or_object)
         if not options:
             return obj
-        configure = getattr(obj, "configure", None)
-        if configure is None:
+        if not hasattr(obj, "configure"):
             raise ConfigError(
                 f"{self._contract.noun} '{obj.name}' has no options, got {shown(options)}; leave them out"
             )
-        return self._checked(configure(options))
+        return self._checked(obj.configure(options))
 
     def register(self, name: str, obj: Any, replace: bool = False) -> None:
         """Make ``obj`` available as ``name`` in this process.
 
         Args:
-            name: the name in a config.
             obj: a plugin object, a class to instantiate, or ``"module:attribute"``, which is imported at first use.
             replace: whether it may hide what is installed or registered under that name.
 
@@ -186,14 +173,9 @@ class Registry:
 
     @contextlib.contextmanager
     def override(self, name: str, obj: Any) -> Iterator[Any]:
-        """Let ``name`` mean ``obj`` in all threads until the context ends; contexts may nest and overlap.
+        """Let ``name`` mean ``obj`` (as for :meth:`register`) in all threads until the context ends.
 
-        Args:
-            name: the name, installed or not.
-            obj: as for :meth:`register`.
-
-        Yields:
-            The object.
+        Contexts may nest and overlap.
         """
         claim = self._claim(name, obj)
         self._overrides[claim.serial] = claim
@@ -210,18 +192,17 @@ class Registry:
         hooks.refresh()
 
     def allow(self, dists: Iterable[str] | None) -> None:
-        """Load only plugins of these distributions, whatever their group.
+        """Load only plugins of these distributions, of any group; ``None`` lifts it.
 
-        Holds for this process beside ``POLYATTN_ALLOW``, which spawned processes inherit too. ``None`` lifts it.
+        It holds for this process, beside ``POLYATTN_ALLOW``, which spawned processes inherit too.
         """
         trust.allow(dists)
         hooks.refresh()
 
     def disable(self, names: Iterable[str]) -> None:
-        """Never load these names (``"name"`` or ``"dist-name:name"``), whichever their group.
+        """Never load these names (``"name"`` or ``"dist-name:name"``), of any group; the last list given holds.
 
-        Holds for this process beside ``POLYATTN_DISABLE``, which spawned processes inherit too. Replaces what was
-        given before; an empty list lifts it.
+        It holds for this process, beside ``POLYATTN_DISABLE``, which spawned processes inherit too.
         """
         trust.disable(names)
         hooks.refresh()
@@ -229,18 +210,8 @@ class Registry:
     def __repr__(self) -> str:
         return f"<Registry {self._contract.group}>"
 
-    def _installed(self) -> dict[str, list[Candidate]]:
-        """The installed claims to each name."""
-        scan = discovery.current()
-        known, claims = self._found
-        if known is not scan:
-            plugins = scan.candidates[self._contract.group]
-            self._loader.retry(plugins)
-            claims = {}
-            for plugin in plugins:
-                claims.setdefault(plugin.name, []).append(plugin)
-            self._found = scan, claims
-        return claims
+    def _installed(self) -> tuple[Candidate, ...]:
+        return discovery.current().candidates[self._contract.group]
 
     def _in_code(self) -> dict[str, Candidate]:
         """What each name means that was registered or is overridden."""
@@ -259,7 +230,7 @@ class Registry:
         return [in_code] if in_code else installed
 
     def _claims_installed(self, name: str) -> list[Candidate]:
-        return [plugin for plugin in self._installed().get(name.rpartition(":")[2], ()) if plugin.is_called(name)]
+        return [plugin for plugin in self._installed() if plugin.is_called(name)]
 
     def _choose(self, name: str, claims: list[Candidate]) -> Candidate:
         """The one of ``claims`` that may and can be loaded."""
@@ -288,28 +259,28 @@ class Registry:
     def _checked(self, obj: Any, name: str | None = None) -> Any:
         fault = self._contract.fault(obj, name)
         if fault:
-            kind, problem = fault
-            raise kind(f"{type_name(obj)} is not a valid {self._contract.noun}: {problem}", name=name or "")
+            text = f"{type_name(obj)} is not a valid {self._contract.noun}: {fault}"
+            raise type(fault)(text, name=name or "")
         return obj
 
     def _claim(self, name: str, obj: Any) -> Candidate:
         """A claim made in code; an object is checked now, and is loaded already."""
         group = self._contract.group
-        claim = candidate(group, name, obj, serial=next(_serials)) if isinstance(obj, str) else None
-        fault = claim.fault if claim else illegal_name(group, name)
-        if fault:
+        serial, lazy = next(_serials), isinstance(obj, str)
+        claim = candidate(group, name, obj if lazy else "_", serial=serial)
+        if claim.fault:
             raise BackendLoadError(
-                f"cannot register {_value(obj)} as {self._contract.noun} {shown(name)}: {fault}", name=name
+                f"cannot register {_value(obj)} as {self._contract.noun} {shown(name)}: {claim.fault}", name=name
             )
-        if claim is None:
-            claim = Candidate(name, group, _value(obj), serial=next(_serials))
-            self._loader.put(claim, self._checked(obj() if isinstance(obj, type) else obj, name))
+        if not lazy:
+            claim = Candidate(name, group, _value(obj), serial=serial)
+            self._loader.loaded[claim] = (self._checked(obj() if isinstance(obj, type) else obj, name),)
         return claim
 
     def _forget(self, claim: Candidate) -> None:
         """Drop a claim that was made in code."""
         self._registrations = next(_serials)
-        self._loader.forget(claim)
+        self._loader.loaded.pop(claim, None)
 
 
 def _sound(claims: Iterable[Candidate]) -> list[Candidate]:
@@ -341,10 +312,8 @@ def restored(name: str, kind: type[Any], options: Any) -> Any:
 
     Else it is made of its class, such as one of two rivals, or one that was never registered.
     """
-    try:
+    with contextlib.suppress(PluginNotFoundError, DuplicatePluginError):
         known = backends.get(name)
-    except (PluginNotFoundError, DuplicatePluginError):
-        known = None
-    if type(known) is not kind:
-        return kind() if options is None else kind(options)
-    return known if known.options == options else known.configure(options)
+        if type(known) is kind:
+            return known if known.options == options else known.configure(options)
+    return kind() if options is None else kind(options)
