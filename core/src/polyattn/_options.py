@@ -21,7 +21,8 @@ def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:
     if kind is None:
         if not given:
             return None
-        raise ConfigError(f"backend '{owner}' has no options, got {_shown(given)}; remove backend_options")
+        got = listed(given) if isinstance(given, Mapping) else shown(given)
+        raise ConfigError(f"backend '{owner}' has no options, got {got}; remove backend_options")
     if given is None:
         return kind()
     if isinstance(given, kind):
@@ -37,13 +38,9 @@ def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:
         if name in fields and not _matches(value, fields[name])
     ]
     if problems:
-        listed = ", ".join(f"{name}: {_type_name(hint)}" for name, hint in fields.items())
-        raise ConfigError(f"options of backend '{owner}': {shortened('; '.join(problems))}; the options are {listed}")
+        known = ", ".join(f"{name}: {_type_name(hint)}" for name, hint in fields.items())
+        raise ConfigError(f"options of backend '{owner}': {shortened('; '.join(problems))}; the options are {known}")
     return kind(**given)
-
-
-def _shown(given: Any) -> str:
-    return listed(given) if isinstance(given, Mapping) else shown(given)
 
 
 def _matches(value: Any, hint: Any) -> bool:

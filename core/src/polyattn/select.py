@@ -27,8 +27,6 @@ from polyattn.registry import AUTO, backends, brief, hooks
 
 _logger = logging.getLogger("polyattn")
 
-#: Reasons that another question may not meet: a plugin that failed, not one that refused.
-_MAY_PASS = frozenset({"not_loadable", "fails_when_asked"})
 _OUTSIDE = "{}; name the backend and look it up before: polyattn.backends.get(name)"
 
 
@@ -178,8 +176,8 @@ class AutoBackend:
             raise UnsupportedAttentionError(AUTO, _refusals(decision), ())
         _log_once(str(decision))
         chosen: AttentionBackend = backends.get(decision.chosen)
-        failed = any(reason.code in _MAY_PASS for reasons in decision.candidates.values() for reason in reasons)
-        if lasting and not failed:
+        features = {reason.feature for reasons in decision.candidates.values() for reason in reasons}
+        if lasting and "plugin" not in features:  # else another question may meet another answer
             _last[layout] = state, request, chosen
         return prepare(chosen, layout, request)
 

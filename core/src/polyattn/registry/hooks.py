@@ -3,8 +3,8 @@
 A hook plugin is an entry point of the group ``polyattn.hooks`` whose value is a module, an object or a class with
 functions marked by ``pluggy.HookimplMarker("polyattn")`` and called like one of :class:`Specifications`.
 
-They are loaded one by one, at the first question about a hook, and never by ``import polyattn``. One that cannot be
-loaded, or that asks for a hook or an argument which does not exist, is left out and shown by ``polyattn doctor``.
+They are loaded at the first question about a hook. One that cannot be loaded, or that asks for a hook or an argument
+which does not exist, is left out and shown by ``polyattn doctor``.
 """
 
 from __future__ import annotations

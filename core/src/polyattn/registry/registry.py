@@ -54,8 +54,8 @@ class Registry:
 
     def names(self) -> tuple[str, ...]:
         """Every installed or registered name, sorted, whether or not it can be loaded; imports no plugin."""
-        installed = {plugin.name for plugin in self._installed() if not illegal_name(plugin.group, plugin.name)}
-        return tuple(sorted(installed.union(self._in_code())))
+        legal = [plugin.name for plugin in self._installed() if not illegal_name(plugin.group, plugin.name)]
+        return tuple(sorted({*legal, *self._in_code()}))
 
     def loaded(self) -> tuple[str, ...]:
         """The names whose plugin is loaded and allowed, so that :meth:`get` imports nothing."""
@@ -70,9 +70,6 @@ class Registry:
         """What is known about ``name``; imports no plugin.
 
         The fields of several distributions that claim it are joined with commas; :meth:`infos` tells them apart.
-
-        Raises:
-            PluginNotFoundError: nothing installed or registered has that name.
         """
         claims = self._claims(name)
         try:
@@ -158,11 +155,7 @@ class Registry:
         self._registrations = next(_serials)
 
     def unregister(self, name: str) -> None:
-        """Take back what :meth:`register` did to ``name``.
-
-        Raises:
-            PluginNotFoundError: the name was not registered in code.
-        """
+        """Take back what :meth:`register` did to ``name``; an error says that it did nothing."""
         claim = self._registered.pop(name, None)
         if claim is None:
             raise self._contract.not_found(
