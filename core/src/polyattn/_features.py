@@ -33,7 +33,6 @@ def missing_abilities(
 
     ``hint`` says what to do about a feature on a device.
     """
-    found = features_of(layout, request)
     return tuple(
         [
             Reason(
@@ -43,7 +42,7 @@ def missing_abilities(
                 need=f"a backend with the ability '{feature}', which '{backend}' does not have",
                 hint="" if hint is None else hint(feature, request.device),
             )
-            for feature, got in found.items()
+            for feature, got in features_of(layout, request).items()
             if feature not in abilities
         ]
     )

@@ -90,9 +90,7 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
 
 
 def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
-    """``backend.prepare``, with a refusal that says who else can.
-
-    Only backends that are loaded already are asked; the refusal names the others.
+    """``backend.prepare``, with a refusal that says which loaded backend can, and names the others.
 
     Raises:
         UnsupportedAttentionError: the backend refuses.
@@ -150,16 +148,15 @@ _last = weakref.WeakKeyDictionary()
 class AutoBackend:
     """The name ``auto``: decides for each layout and request, and hands over to the chosen backend.
 
-    The prepared attention belongs to the chosen backend, so ``prepared.backend.name`` says what runs. The same layout
-    object with an equal request, asked again, gets the same backend without asking the others, as long as nothing was
-    registered, installed, allowed or disabled in between and no site has a policy.
+    The same layout object with an equal request, asked again, gets the same backend without asking the others, as long
+    as nothing was registered, installed, allowed or disabled in between and no site has a policy.
     """
 
     name = AUTO
     api_version = 1
 
     def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
-        """Empty when some installed backend can; otherwise one reason for each backend's refusal."""
+        """Empty when some installed backend can; otherwise every reason of each."""
         return _refusals(explain(layout, request))
 
     def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:

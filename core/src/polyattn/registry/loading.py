@@ -46,7 +46,6 @@ class Contract:
         """What keeps ``obj`` from being such a plugin called ``name`` (``None``: called anything)."""
         required = ("name", "api_version", *self.calls)
         missing = [attribute for attribute in required if not hasattr(obj, attribute)]
-        problem = ""
         if isinstance(obj, type):
             problem = f"{type_name(obj)} is a class; give an instance"
         elif missing:
@@ -120,14 +119,11 @@ class Loader:
     """Loads the plugins of one kind, each at most once, and remembers what came of it.
 
     It holds no lock while a plugin is imported. Where threads load one at once, the first object serves all of them.
-
-    Attributes:
-        loaded: the objects.
     """
 
     def __init__(self, noun: str, fault: Callable[[Any, str], PluginError | None]) -> None:
         self._noun, self._fault = noun, fault
-        self.loaded: dict[Candidate, tuple[Any]] = {}
+        self.loaded: dict[Candidate, tuple[Any]] = {}  # each object in a tuple
         # By scan, so that a refresh lets what failed be tried again.
         self._failed: WeakKeyDictionary[Scan, dict[Candidate, PluginError]] = WeakKeyDictionary()
 

@@ -70,7 +70,7 @@ def _lists(variable: str, method: str, in_code: tuple[str, ...] | None) -> dict[
 
 
 def _texts(method: str, given: Iterable[str]) -> tuple[str, ...]:
-    texts = () if isinstance(given, str) else tuple(given)
+    texts = tuple(given)
     if isinstance(given, str) or not all(isinstance(text, str) for text in texts):
         raise ConfigError(f"{method}() needs a list of strings, got {shown(given)}")
     return texts

@@ -166,10 +166,7 @@ class Registry:
 
     @contextlib.contextmanager
     def override(self, name: str, obj: Any) -> Iterator[Any]:
-        """Let ``name`` mean ``obj`` (as for :meth:`register`) in all threads until the context ends.
-
-        Contexts may nest and overlap.
-        """
+        """Let ``name`` mean ``obj`` (see :meth:`register`) in all threads meanwhile; contexts may nest and overlap."""
         claim = self._claim(name, obj)
         self._overrides[claim.serial] = claim
         self._registrations = next(_serials)
@@ -271,7 +268,6 @@ class Registry:
         return claim
 
     def _forget(self, claim: Candidate) -> None:
-        """Drop a claim that was made in code."""
         self._registrations = next(_serials)
         self._loader.loaded.pop(claim, None)
 
