@@ -123,7 +123,7 @@ def text_of(registry, name, kind=UnknownBackendError):
 @pytest.fixture
 def bare(isolated_registry, monkeypatch):
     """A registry with nothing installed."""
-    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()), (), 0.0)
+    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()))
     monkeypatch.setattr(discovery, "current", lambda: empty)
     return isolated_registry
 
@@ -150,7 +150,7 @@ def test_a_first_party_name_comes_with_its_pip_command(name, dist, bare):
 
 
 def test_a_first_party_rope_variant_comes_with_its_pip_command(monkeypatch):
-    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()), (), 0.0)
+    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()))
     monkeypatch.setattr(discovery, "current", lambda: empty)
     registry = Registry(polyattn.rope_variants._contract)
     for name in ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"):
@@ -162,7 +162,7 @@ def test_a_first_party_rope_variant_comes_with_its_pip_command(monkeypatch):
 
 @pytest.fixture
 def without_readers(monkeypatch):
-    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()), (), 0.0)
+    empty = discovery.Scan(dict.fromkeys(discovery.GROUPS, ()))
     monkeypatch.setattr(discovery, "current", lambda: empty)
 
 
@@ -544,7 +544,7 @@ def test_what_is_known_about_thousands_of_plugins_is_told_in_time_linear_in_thei
         discovery.candidate("polyattn.backends", "n" if same_name else f"n{i}", f"m{i}:A", dist=f"d{i}", version="1")
         for i in range(4000)
     ]
-    scan = discovery.Scan({**dict.fromkeys(discovery.GROUPS, ()), "polyattn.backends": tuple(claims)}, (), 0.0)
+    scan = discovery.Scan({**dict.fromkeys(discovery.GROUPS, ()), "polyattn.backends": tuple(claims)})
     monkeypatch.setattr(discovery, "current", lambda: scan)
     registry = Registry(polyattn.backends._contract)
     compared = []

@@ -11,7 +11,7 @@ import yaml
 
 import polyattn
 from polyattn.registry import hooks
-from polyattn.registry.registry import BACKEND, ROPE_VARIANT
+from polyattn.registry.loading import BACKEND, ROPE_VARIANT
 from polyattn_conformance.trial import assert_reasons
 
 ROOT = Path(__file__).parents[2]

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any, NoReturn
@@ -17,8 +18,9 @@ from typing import Any, NoReturn
 import click
 
 from polyattn import PolyattnError, Registry, __version__, backends, rope_variants
-from polyattn.registry import brief, discovery, hooks, trust
+from polyattn.registry import brief, discovery, hooks
 from polyattn_cli import plugins_print_to_stderr
+from polyattn_cli.leftovers import leftovers
 from polyattn_cli.listing import SECTIONS
 from polyattn_cli.ranges import outside
 
@@ -35,6 +37,9 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     The exit status is 0 when all is well and 1 when a plugin, or torch, is broken, incompatible or in conflict, or when
     a package is installed in a version outside the declared range.
     """
+    start = time.perf_counter()
+    discovery.rescan()
+    seconds = time.perf_counter() - start
     with plugins_print_to_stderr():
         machine, problems = _machine()
         if not problems:  # importing torch once more after it failed may kill the interpreter
@@ -45,16 +50,13 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         plugins = {
             section: [_finding(section, info.to_dict()) for info in infos()] for section, infos in SECTIONS.items()
         }
-    scan = discovery.current()
-    installed = [plugin for group in scan.candidates.values() for plugin in group]
-    absent = trust.absent(plugin.dist for plugin in installed)
     strange, unreadable = outside()
-    found = [*problems, *strange, *scan.problems, *unreadable, *absent, *trust.idle(installed)]
+    found = [*problems, *strange, *unreadable, *leftovers()]
     report = {
         **machine,
         **plugins,
         "problems": list(dict.fromkeys(found)),
-        "scan_seconds": round(scan.seconds, 4),
+        "scan_seconds": round(seconds, 4),
     }
     if as_json:
         click.echo(json.dumps(report, indent=2))

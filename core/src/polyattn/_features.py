@@ -29,16 +29,10 @@ def missing_abilities(
     request: AttentionRequest,
     hint: Callable[[str, torch.device], str] | None = None,
 ) -> tuple[Reason, ...]:
-    """One reason for each feature in use that ``abilities`` lacks.
+    """One reason for each feature in use that ``abilities``, what ``backend`` honours on the device, lacks.
 
-    Args:
-        backend: its name.
-        abilities: what it honours on the request's device.
-        layout: the mask.
-        request: the rest.
-        hint: what to do about a feature on a device.
+    ``hint`` says what to do about a feature on a device.
     """
-    found = features_of(layout, request)
     return tuple(
         [
             Reason(
@@ -48,7 +42,7 @@ def missing_abilities(
                 need=f"a backend with the ability '{feature}', which '{backend}' does not have",
                 hint="" if hint is None else hint(feature, request.device),
             )
-            for feature, got in found.items()
+            for feature, got in features_of(layout, request).items()
             if feature not in abilities
         ]
     )
@@ -81,27 +75,19 @@ def _of_layout(layout: MaskLayout) -> dict[str, str]:
 
 def _of_request(request: AttentionRequest) -> dict[str, str]:
     dtype = str(request.dtype).removeprefix("torch.")
-    found = {dtype: dtype}
-    if request.group > 1:
-        found["gqa"] = f"{request.heads} query heads over {request.kv_heads} KV heads"
-    if request.head_dim != request.v_head_dim:
-        found["unequal_width"] = f"D={request.head_dim}, Dv={request.v_head_dim}"
-    if request.has_bias:
-        found["bias"] = "a bias"
-    if request.needs_bias_grad:
-        found["bias_grad"] = "a bias that requires grad"
-    if request.softcap is not None:
-        found["softcap"] = f"softcap {request.softcap}"
-    if request.has_sinks:
-        found["sinks"] = "sink logits"
-    if request.needs_lse:
-        found["lse"] = "needs_lse=True"
-    if request.needs_lse_grad:
-        found["lse_grad"] = "needs_lse_grad=True"
-    if request.needs_grad:
-        found["grad"] = "needs_grad=True"
-    if request.dropout > 0:
-        found["dropout"] = f"dropout_p {request.dropout} in training"
-    if request.deterministic:
-        found["deterministic"] = "deterministic algorithms"
-    return found
+    unequal = request.head_dim != request.v_head_dim
+    used = {
+        dtype: dtype,
+        "gqa": f"{request.heads} query heads over {request.kv_heads} KV heads" if request.group > 1 else "",
+        "unequal_width": f"D={request.head_dim}, Dv={request.v_head_dim}" if unequal else "",
+        "bias": "a bias" if request.has_bias else "",
+        "bias_grad": "a bias that requires grad" if request.needs_bias_grad else "",
+        "softcap": "" if request.softcap is None else f"softcap {request.softcap}",
+        "sinks": "sink logits" if request.has_sinks else "",
+        "lse": "needs_lse=True" if request.needs_lse else "",
+        "lse_grad": "needs_lse_grad=True" if request.needs_lse_grad else "",
+        "grad": "needs_grad=True" if request.needs_grad else "",
+        "dropout": f"dropout_p {request.dropout} in training" if request.dropout > 0 else "",
+        "deterministic": "deterministic algorithms" if request.deterministic else "",
+    }
+    return {feature: got for feature, got in used.items() if got}

@@ -13,12 +13,7 @@ from polyattn.messages import listed, shortened, shown
 
 
 def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:
-    """``given`` as an instance of the dataclass ``kind``.
-
-    Args:
-        owner: name of the backend, for messages.
-        kind: the backend's ``Options`` class, or ``None`` when it has none.
-        given: an instance of ``kind``, a mapping of field names to values, or ``None`` for the defaults.
+    """``given`` (an instance, a mapping or ``None``) as an instance of the ``Options`` dataclass ``kind`` of ``owner``.
 
     Raises:
         ConfigError: the backend has no options, a name is unknown, or a value has the wrong type.
@@ -26,7 +21,8 @@ def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:
     if kind is None:
         if not given:
             return None
-        raise ConfigError(f"backend '{owner}' has no options, got {_shown(given)}; remove backend_options")
+        got = listed(given) if isinstance(given, Mapping) else shown(given)
+        raise ConfigError(f"backend '{owner}' has no options, got {got}; remove backend_options")
     if given is None:
         return kind()
     if isinstance(given, kind):
@@ -42,13 +38,9 @@ def configured_options(owner: str, kind: type[Any] | None, given: Any) -> Any:
         if name in fields and not _matches(value, fields[name])
     ]
     if problems:
-        listed = ", ".join(f"{name}: {_type_name(hint)}" for name, hint in fields.items())
-        raise ConfigError(f"options of backend '{owner}': {shortened('; '.join(problems))}; the options are {listed}")
+        known = ", ".join(f"{name}: {_type_name(hint)}" for name, hint in fields.items())
+        raise ConfigError(f"options of backend '{owner}': {shortened('; '.join(problems))}; the options are {known}")
     return kind(**given)
-
-
-def _shown(given: Any) -> str:
-    return listed(given) if isinstance(given, Mapping) else shown(given)
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -59,14 +51,10 @@ def _matches(value: Any, hint: Any) -> bool:
         return any(_matches(value, arg) for arg in typing.get_args(hint))
     if origin is typing.Literal:
         return value in typing.get_args(hint)
-    if hint in (None, type(None)):
-        return value is None
     kind = origin or hint
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+    if isinstance(value, bool) and kind in (int, float):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def _type_name(hint: Any) -> str:

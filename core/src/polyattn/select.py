@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import operator
 import weakref
@@ -24,12 +23,10 @@ from polyattn._layout import MaskLayout
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 from polyattn.messages import shown
-from polyattn.registry import AUTO, State, backends, brief, hooks
+from polyattn.registry import AUTO, backends, brief, hooks
 
 _logger = logging.getLogger("polyattn")
 
-#: Reasons that another question may not meet: a plugin that failed, not one that refused.
-_MAY_PASS = frozenset({"not_loadable", "fails_when_asked"})
 _OUTSIDE = "{}; name the backend and look it up before: polyattn.backends.get(name)"
 
 
@@ -61,14 +58,9 @@ class Decision:
 
 
 def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
-    """Ask every installed backend, and decide as ``auto`` would.
+    """Every installed backend's reasons against ``layout`` and ``request``, and what ``auto`` decides.
 
-    Args:
-        layout: the mask.
-        request: sizes, dtype, device and features.
-
-    Returns:
-        The decision, with every backend's reasons. A plugin that cannot be loaded is listed with the cause.
+    A plugin that cannot be loaded or asked is listed with the cause.
 
     Raises:
         ConfigError: the site's policy names a backend that cannot do the request.
@@ -79,16 +71,9 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
         raise AttentionInputError(
             f"request must be an AttentionRequest, got {type(request).__name__}; AttentionRequest.of(q, k, v) makes one"
         )
-    candidates = {name: reasons_of(name, layout, request) for name in backends.names()}
-    ranks: dict[str, int] = {}
-    for name in [name for name, reasons in candidates.items() if not reasons]:
-        try:
-            ranks[name] = _preference(name, layout, request)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - see reasons_of
-            candidates[name] = (_failure("preference", error),)
-    usable = tuple(ranks)
+    answers = {name: _ask(name, layout, request) for name in backends.names()}
+    candidates = {name: reasons for name, (reasons, _) in answers.items()}
+    usable = tuple(name for name, reasons in candidates.items() if not reasons)
     if not usable:
         return Decision(None, candidates)
     if hooks.installed("polyattn_select_backend"):
@@ -100,14 +85,12 @@ def explain(layout: MaskLayout, request: AttentionRequest) -> Decision:
                     f"got {shown(policy)}"
                 )
             return Decision(policy, candidates, "the site's policy")
-    chosen = min(usable, key=lambda name: (-ranks[name], name))
-    return Decision(chosen, candidates, f"highest preference, {ranks[chosen]}")
+    preference, chosen = min((-answers[name][1], name) for name in usable)
+    return Decision(chosen, candidates, f"highest preference, {-preference}")
 
 
 def prepare(backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
-    """``backend.prepare``, with a refusal that says who else can.
-
-    Only backends that are loaded already are asked; the refusal names the others.
+    """``backend.prepare``, with a refusal that says which loaded backend can, and names the others.
 
     Raises:
         UnsupportedAttentionError: the backend refuses.
@@ -157,25 +140,23 @@ def resolve_backend(backend: str | AttentionBackend, options: Any = None) -> Att
     return resolved
 
 
+#: The last decision of ``auto`` about each layout, and in which state of the registry it was made.
+_last: weakref.WeakKeyDictionary[MaskLayout, tuple[object, AttentionRequest, AttentionBackend]]
+_last = weakref.WeakKeyDictionary()
+
+
 class AutoBackend:
     """The name ``auto``: decides for each layout and request, and hands over to the chosen backend.
 
-    The prepared attention belongs to the chosen backend, so ``prepared.backend.name`` says what runs. The same layout
-    object with an equal request, asked again, gets the same backend without asking the others, as long as nothing was
-    registered, installed, allowed or disabled in between and no site has a policy.
+    The same layout object with an equal request, asked again, gets the same backend without asking the others, as long
+    as nothing was registered, installed, allowed or disabled in between and no site has a policy.
     """
 
     name = AUTO
     api_version = 1
 
-    def __init__(self) -> None:
-        #: The last decision about each layout, and in which state of the registry it was made.
-        self._last: weakref.WeakKeyDictionary[MaskLayout, tuple[State, AttentionRequest, AttentionBackend]] = (
-            weakref.WeakKeyDictionary()
-        )
-
     def unsupported(self, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
-        """Empty when some installed backend can; otherwise one reason for each backend's refusal."""
+        """Empty when some installed backend can; otherwise every reason of each."""
         return _refusals(explain(layout, request))
 
     def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
@@ -183,7 +164,7 @@ class AutoBackend:
         if torch.compiler.is_compiling():
             raise ConfigError(_OUTSIDE.format("'auto' cannot decide inside a compiled function"))
         check_layout_type(layout)
-        state, last = backends.state(), self._last.get(layout)
+        state, last = backends.state(), _last.get(layout)
         lasting = not hooks.installed("polyattn_select_backend")
         if lasting and last is not None and last[0] == state and last[1] == request:
             return prepare(last[2], layout, request)
@@ -192,9 +173,9 @@ class AutoBackend:
             raise UnsupportedAttentionError(AUTO, _refusals(decision), ())
         _log_once(str(decision))
         chosen: AttentionBackend = backends.get(decision.chosen)
-        reasons = itertools.chain.from_iterable(decision.candidates.values())
-        if lasting and not any(reason.code in _MAY_PASS for reason in reasons):
-            self._last[layout] = state, request, chosen
+        features = {reason.feature for reasons in decision.candidates.values() for reason in reasons}
+        if lasting and "plugin" not in features:  # else another question may meet another answer
+            _last[layout] = state, request, chosen
         return prepare(chosen, layout, request)
 
     def attend(
@@ -202,12 +183,6 @@ class AutoBackend:
     ) -> Any:
         """Run the backend that prepared."""
         return prepared.backend.attend(q, k, v, prepared, bias=bias, sinks=sinks)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AutoBackend)
-
-    def __hash__(self) -> int:
-        return hash(AUTO)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (resolve_backend, (AUTO,))
@@ -223,35 +198,27 @@ _SAVING = frozenset({BackendBase.prepare, AutoBackend.prepare})
 
 def reasons_of(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
     """Why the backend ``name`` refuses; a plugin that cannot be loaded or asked is a reason too."""
+    return _ask(name, layout, request)[0]
+
+
+def _ask(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[tuple[Reason, ...], int]:
+    """Why the backend ``name`` refuses, and its preference where it does not."""
+    doctor, question = "see `polyattn doctor`", "unsupported"
     try:
         backend = backends.get(name)
     except PolyattnError as error:
-        return (
-            Reason(
-                "not_loadable", "plugin", str(error).splitlines()[0], "a plugin that loads", "see `polyattn doctor`"
-            ),
-        )
+        return (Reason("not_loadable", "plugin", str(error).splitlines()[0], "a plugin that loads", doctor),), 0
     try:
         reasons = backend.unsupported(layout, request)
         if not isinstance(reasons, tuple) or not all(isinstance(reason, Reason) for reason in reasons):
             raise TypeError(f"must return a tuple of Reason, got {shown(reasons)}")  # noqa: TRY301 - as if it had raised it
-    except (LayoutError, AttentionInputError):
-        raise  # about the question, not about the backend
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001 - a backend that fails at the question must not take others along
-        return (_failure("unsupported", error),)
-    return reasons
-
-
-def _preference(name: str, layout: MaskLayout, request: AttentionRequest) -> int:
-    preference = getattr(backends.get(name), "preference", None)
-    return 0 if preference is None else operator.index(preference(layout, request))
-
-
-def _failure(question: str, error: BaseException) -> Reason:
-    got = f"{question}: {brief(error)}"
-    return Reason("fails_when_asked", "plugin", got, "a backend that answers", "see `polyattn doctor`")
+        preference, question = getattr(backend, "preference", None), "preference"
+        return reasons, 0 if reasons or preference is None else operator.index(preference(layout, request))
+    except (KeyboardInterrupt, LayoutError, AttentionInputError):
+        raise  # the last two are about the question, not about the backend
+    except BaseException as error:  # noqa: BLE001 - a backend that fails when asked must not take others along
+        got = f"{question}: {brief(error)}"
+        return (Reason("fails_when_asked", "plugin", got, "a backend that answers", doctor),), 0
 
 
 def _refusals(decision: Decision) -> tuple[Reason, ...]:

@@ -5,7 +5,7 @@ from polyattn.registry.discovery import AUTO, BACKENDS, ROPE, illegal_name
 from polyattn.registry.loading import PluginInfo, brief
 from polyattn.registry.names import FIRST_PARTY
 from polyattn.registry.permissions import trust
-from polyattn.registry.registry import Registry, State, backends, readers, restored, rope_variants, scopes
+from polyattn.registry.registry import Registry, backends, readers, restored, rope_variants, scopes
 
 __all__ = [
     "AUTO",
@@ -14,7 +14,6 @@ __all__ = [
     "ROPE",
     "PluginInfo",
     "Registry",
-    "State",
     "backends",
     "brief",
     "discovery",

@@ -7,15 +7,13 @@ One scan serves the whole process until :func:`rescan`. Of every installed distr
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import logging
 import re
-import string
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import importlib_metadata
 
@@ -30,66 +28,70 @@ GROUPS = (BACKENDS, ROPE, HOOKS, READERS, SCOPES)
 #: The name in a config that stands for "decide per request"; no plugin may have it.
 AUTO = "auto"
 
-_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)  # others have look-alikes: the Kelvin sign
 _LEGAL_NAME = re.compile(r"[a-z][a-z0-9_]*")
 # What would act on a terminal instead of being shown there: controls, and marks that turn the direction of writing.
 _ACTS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-_OURS = re.compile(r"poly.?at", re.IGNORECASE)  # finds files that may speak of us, misspelt too
-_NEAR = 0.87  # how alike a section must be to one of ours to be meant for it
-_VALUE = re.compile(r"(?P<module>[\w.]+)\s*(:\s*(?P<attr>[\w.]+)\s*)?(\[.*\]\s*)?")
+_VALUE = re.compile(r"([\w.]+)\s*(?::\s*([\w.]+)\s*)?(?:\[.*\]\s*)?")
+_HEADER = re.compile(r"^(name|version|summary):(.*)$", re.IGNORECASE | re.MULTILINE)
 _logger = logging.getLogger("polyattn")
 _scans: dict[str, Scan] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One claim to a name: an installed entry point, or a registration made in code.
+class Claim:
+    """Who claims a name.
 
     Attributes:
+        name: the name, as in a config.
         group: entry-point group.
-        name: entry point's name, as in a config.
-        value: what the metadata says (``"module:attr"``), or what was registered.
-        module: module to import; empty when ``fault`` is set or an object was registered.
-        attr: attribute path inside the module; may be empty.
-        dist: distribution's name; empty for a registration in code.
+        value: what the metadata says (``"module:attribute"``), or what was registered.
+        dist: distribution's name; empty when registered in code.
         version: distribution's version.
         summary: distribution's one-line summary.
         source: the metadata file that the entry point comes from.
-        fault: why it can never be loaded; empty when nothing is wrong with the metadata.
-        serial: tells registrations in code apart; 0 for installed entry points.
     """
 
-    group: str
     name: str
-    value: str
-    module: str = ""
-    attr: str = ""
+    group: str
+    value: str = ""
     dist: str = ""
     version: str = ""
     summary: str = ""
     source: str = ""
-    fault: str = ""
-    serial: int = 0
 
     @property
     def label(self) -> str:
         """Who makes the claim: ``"polyattn-sdpa 0.1.0"``."""
         return f"{self.dist} {self.version}" if self.dist else "registered in code"
 
+    def is_called(self, name: str) -> bool:
+        """Whether ``name``, or ``"dist:name"``, means it."""
+        dist, _, bare = name.rpartition(":")
+        return bare == self.name and (not dist or normalized(dist) == normalized(self.dist))
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate(Claim):
+    """One claim to a name, with what loads it.
+
+    Attributes:
+        module: module to import; empty when ``fault`` is set or an object was registered.
+        attr: attribute path inside the module; may be empty.
+        fault: why it can never be loaded; empty when nothing is wrong with the metadata.
+        serial: tells registrations in code apart; 0 for installed entry points.
+    """
+
+    module: str = ""
+    attr: str = ""
+    fault: str = ""
+    serial: int = 0
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scan:
-    """The installed entry points of all groups, found at one moment.
-
-    Attributes:
-        candidates: claims of each group, sorted by name and distribution.
-        problems: metadata that could not be read, one text each.
-        seconds: how long the scan took.
-    """
+    """The installed claims of each group at one moment, sorted by name and distribution."""
 
     candidates: Mapping[str, tuple[Candidate, ...]]
-    problems: tuple[str, ...]
-    seconds: float
 
 
 def current() -> Scan:
@@ -106,26 +108,20 @@ def rescan() -> Scan:
 
 def normalized(dist: str) -> str:
     """The one spelling of a distribution's name: ``"Polyattn_FA2"`` and ``"polyattn-fa2"`` are the same."""
-    return re.sub(r"[-_.]+", "-", dist.strip()).translate(_LOWER)
+    # Other letters than these have look-alikes in lower case: the Kelvin sign.
+    return re.sub(r"[A-Z]", lambda letter: letter[0].lower(), re.sub(r"[-_.]+", "-", dist.strip()))
 
 
 def candidate(group: str, name: str, value: str, **origin: Any) -> Candidate:
-    """A claim with its value taken apart, or with the fault that keeps it from ever loading.
-
-    Args:
-        group: entry-point group.
-        name: the claimed name.
-        value: ``"module"`` or ``"module:attr"``.
-        origin: further fields of :class:`Candidate`.
-    """
+    """A claim with its value taken apart, or with the fault that keeps it from ever loading."""
     fault = illegal_name(group, name)
     match = _VALUE.fullmatch(value)
-    module, attr = (match["module"], match["attr"] or "") if match else ("", "")
-    if not fault and not all(map(str.isidentifier, [*module.split("."), *(attr.split(".") if attr else ())])):
+    module, attr = match.groups("") if match else ("", "")
+    if not fault and not all(map(str.isidentifier, (f"{module}.{attr}" if attr else module).split("."))):
         fault = f"the entry point's value must be 'module' or 'module:attribute', got {shown(value)}"
     if fault:
         module = attr = ""
-    return Candidate(group, name, value, module, attr, fault=fault, **origin)
+    return Candidate(name, group, value, **origin, module=module, attr=attr, fault=fault)
 
 
 def illegal_name(group: str, name: str) -> str:
@@ -138,68 +134,52 @@ def illegal_name(group: str, name: str) -> str:
 
 
 def _scan() -> Scan:
-    start = time.perf_counter()
     problems: list[str] = []
-    found: dict[str, list[_Found]] = {}
+    found: dict[str, list[tuple[Candidate, bool]]] = {}
     for dist in distributions(problems):
         try:
-            text = dist.read_text("entry_points.txt")
-            if not text or not _OURS.search(text):
-                continue
-            records = list(_claims(dist, _shown(text)))
-            problems += _misspelt(dist, text)
-        except Exception as error:  # noqa: BLE001 - any metadata may be broken in any way; doctor shows it
+            for claim, whole in list(_claims(dist)):
+                found.setdefault(normalized(claim.dist), []).append((claim, whole))
+        except Exception as error:  # noqa: BLE001 - any metadata may be broken in any way; `polyattn doctor` shows it
             problems.append(f"{getattr(dist, '_path', dist)}: {type(error).__name__}: {error}")
-            continue
-        for record in records:
-            found.setdefault(normalized(record.claim.dist), []).append(record)
     for problem in problems:
         _logger.warning("not all metadata can be read: %s", problem)
-    kept = [claim for records in found.values() for claim in _distinct(records)]
-    for claim in kept:
-        if claim.fault:
-            _logger.warning("plugin %r of %s is ignored: %s (%s)", claim.name, claim.label, claim.fault, claim.source)
-    grouped = {
-        group: tuple(sorted((c for c in kept if c.group == group), key=lambda c: (c.name, c.dist, c.version, c.value)))
-        for group in GROUPS
-    }
-    return Scan(grouped, tuple(problems), time.perf_counter() - start)
+    claims = [claim for mine in found.values() for claim in _distinct(mine)]
+    for claim in filter(lambda claim: claim.fault, claims):
+        _logger.warning("plugin %r of %s is ignored: %s (%s)", claim.name, claim.label, claim.fault, claim.source)
+    claims.sort(key=lambda claim: (claim.name, claim.dist, claim.version, claim.value))
+    return Scan({group: tuple(claim for claim in claims if claim.group == group) for group in GROUPS})
 
 
 def distributions(problems: list[str]) -> list[Any]:
-    """Every installed distribution; a finder or an entry of ``sys.path`` that cannot be searched is a problem."""
-    try:
-        return list(importlib_metadata.distributions())
-    except Exception as error:  # noqa: BLE001 - a finder of somebody else, or sys.path, may be broken in any way
-        problems.append(f"sys.meta_path or sys.path cannot be searched whole: {type(error).__name__}: {error}")
+    """Every installed distribution; a finder that fails is a problem and hides nothing of the others."""
     found: list[Any] = []
-    for entry in sys.path:
+    # Like an import, it passes over what is not text on sys.path.
+    path = [entry for entry in sys.path if isinstance(entry, str) and "\0" not in entry]
+    context = importlib_metadata.DistributionFinder.Context(path=path)  # type: ignore[no-untyped-call]
+    for finder in sys.meta_path:
         try:
-            context = importlib_metadata.DistributionFinder.Context(path=[entry])  # type: ignore[no-untyped-call]
-            found += importlib_metadata.MetadataPathFinder.find_distributions(context)
-        except Exception as error:  # noqa: BLE001 - likewise
-            problems.append(f"the entry {shown(entry)} of sys.path: {type(error).__name__}: {error}")
+            found += getattr(finder, "find_distributions", lambda _: ())(context)
+        except Exception as error:  # noqa: BLE001 - a finder of somebody else may be broken in any way
+            problems.append(f"{shown(finder)} of sys.meta_path: {type(error).__name__}: {error}")
     return found
 
 
-def _shown(text: str) -> str:
+def printable(text: str) -> str:
     """``text`` from metadata, safe to print."""
     return _ACTS.sub(lambda match: ascii(match[0])[1:-1], text.removeprefix("\ufeff"))
 
 
-class _Found(NamedTuple):
-    claim: Candidate
-    root: str  # the entry of sys.path
-    folder: str  # of the metadata
-    whole: bool  # whether the metadata has its main file
-
-
-def _claims(dist: Any, text: str) -> Iterator[_Found]:
+def _claims(dist: Any) -> Iterator[tuple[Candidate, bool]]:
+    """Every claim of a folder of metadata, and whether its main file is there."""
+    text = dist.read_text("entry_points.txt")
+    if not text or "polyattn." not in text:
+        return
     folder = str(getattr(dist, "_path", "")).rstrip("\\/")  # inside a zip it ends with a slash
     stem = re.split(r"[\\/]", folder)[-1]
     if stem.startswith("~"):
         return  # pip renames to this what it is about to remove
-    header = header_of(_shown(dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""))
+    header = header_of(printable(dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""))
     from_name = re.sub(r"\.(dist|egg)-info$", "", stem).split("-")
     origin = {
         # Never empty, which would make it a registration in code, and those need no allowance.
@@ -208,48 +188,30 @@ def _claims(dist: Any, text: str) -> Iterator[_Found]:
         "summary": header.get("summary", ""),
         "source": f"{folder}/entry_points.txt" if folder else "",
     }
-    root = str(dist.locate_file(""))
     group = ""
-    for line in map(str.strip, text.splitlines()):
+    for line in map(str.strip, printable(text).splitlines()):
         if line.startswith("["):
             group = line[1:-1].strip() if line.endswith("]") else ""
         elif group in GROUPS and line and not line.startswith(("#", ";")):
             name, _, value = line.partition("=")
-            yield _Found(candidate(group, name.strip(), value.strip(), **origin), root, folder, bool(header))
+            yield candidate(group, name.strip(), value.strip(), **origin), bool(header)
 
 
-def _misspelt(dist: Any, text: str) -> Iterator[str]:
-    """Sections that were meant for a group of ours and are not one: nobody looks at what stands in them."""
-    for line in filter(lambda line: line.startswith("["), map(str.strip, text.splitlines())):
-        section = line[1:].removesuffix("]").strip()
-        meant = difflib.get_close_matches(section.lower(), GROUPS, 1, _NEAR)
-        if meant and (section not in GROUPS or not line.endswith("]")):
-            where = f"{getattr(dist, '_path', dist)}/entry_points.txt"
-            yield f"{where}: the section {_shown(line)} is not a group of polyattn; did you mean [{meant[0]}]?"
-
-
-def _distinct(records: list[_Found]) -> list[Candidate]:
+def _distinct(found: list[tuple[Candidate, bool]]) -> list[Candidate]:
     """The claims of one distribution that count.
 
     A distribution that stands on ``sys.path`` twice is the first of the two, as for an import. What is left over in the
     same folder (egg-info beside dist-info, metadata without its main file) makes no second claim.
     """
-    whole = [record for record in records if record.whole] or records
-    first = [record for record in whole if record.root == whole[0].root]
+    claims = [claim for claim, whole in found if whole] or [claim for claim, _ in found]
     distinct: dict[tuple[str, ...], Candidate] = {}
-    for claim, *_ in sorted(first, key=lambda record: (record.folder.endswith(".dist-info"), record.folder)):
-        distinct[claim.group, claim.name, claim.module or claim.value, claim.attr] = claim
+    for claim in sorted(claims, key=lambda claim: (".dist-info/" in claim.source, claim.source)):
+        if Path(claim.source).parent.parent == Path(claims[0].source).parent.parent:
+            distinct[claim.group, claim.name, claim.module or claim.value, claim.attr] = claim
     return list(distinct.values())
 
 
 def header_of(metadata: str) -> dict[str, str]:
     """Name, version and summary of a distribution's metadata."""
-    # Three one-line fields; the email parser that the whole file would need costs more than the rest of a scan.
-    fields = {}
-    for line in metadata.splitlines():
-        if not line:
-            break
-        key, _, value = line.partition(":")
-        if key.lower() in {"name", "version", "summary"}:
-            fields[key.lower()] = value.strip()
-    return fields
+    # The email parser that the whole file would need costs more than the rest of a scan.
+    return {key.lower(): value.strip() for key, value in _HEADER.findall(metadata.partition("\n\n")[0])}

@@ -1,17 +1,10 @@
 """Hooks: what any number of installed packages may do at once, through pluggy.
 
 A hook plugin is an entry point of the group ``polyattn.hooks`` whose value is a module, an object or a class with
-functions marked by ``pluggy.HookimplMarker("polyattn")``::
+functions marked by ``pluggy.HookimplMarker("polyattn")`` and called like one of :class:`Specifications`.
 
-    hookimpl = pluggy.HookimplMarker("polyattn")
-
-
-    @hookimpl
-    def polyattn_prepared(prepared):
-        print(prepared.backend.name, prepared.layout.describe())
-
-They are loaded one by one, at the first question about a hook, and never by ``import polyattn``. One that cannot be
-loaded, or that asks for a hook or an argument which does not exist, is left out and shown by ``polyattn doctor``.
+They are loaded at the first question about a hook. One that cannot be loaded, or that asks for a hook or an argument
+which does not exist, is left out and shown by ``polyattn doctor``.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ from polyattn._reasons import Reason
 from polyattn.messages import shown
 from polyattn.registry import discovery
 from polyattn.registry.discovery import HOOKS
-from polyattn.registry.loading import Failed, Fault, Outcomes, PluginInfo, describe
+from polyattn.registry.loading import Loader, PluginInfo
 from polyattn.registry.permissions import trust
 
 _logger = logging.getLogger("polyattn")
@@ -71,35 +64,23 @@ class _Found(NamedTuple):
     names: frozenset[str]  # hooks that some plugin implements
 
 
-class _Look:
-    found: _Found | None = None
-
-
-class _State:
-    look = _Look()  # replaced whole by a refresh, so that a load which it overtakes changes nothing
-
-
-_state = _State()
+_looks: list[list[_Found]] = [[]]  # what was found, if anything; a refresh replaces the inner list, not what is in it
 _in_code: dict[str, object] = {}
-_outcomes = Outcomes()
 
 
 def installed(name: str) -> bool:
     """Whether any plugin implements the hook ``name``; once hooks are loaded this is a lookup in a set."""
-    return name in (_state.look.found or _load()).names
+    return name in _loaded().names
 
 
 def call(hook: str, /, **arguments: Any) -> Any:
-    """Call every implementation of ``hook``; ask :func:`installed` first.
+    """What the implementations of ``hook`` return, ``None`` left out; of a first result that one, or ``None``.
 
-    Returns:
-        The results that are not ``None``, as a list; for ``polyattn_select_backend`` the first one or ``None``.
-        The exception of a hook that decides passes through; that of an observer, ``SystemExit`` too, is logged with its
-        traceback.
+    The exception of a hook that decides passes through; that of an observer, ``SystemExit`` too, is logged.
     """
-    manager = (_state.look.found or _load()).manager
+    caller = getattr(_loaded().manager.hook, hook)
     try:
-        return getattr(manager.hook, hook)(**arguments)
+        return caller(**arguments)
     except BaseException as error:
         if hook not in _OBSERVERS or isinstance(error, KeyboardInterrupt):
             raise
@@ -114,22 +95,15 @@ def register(plugin: object, name: str) -> None:
         BackendLoadError: it has no hook, or one with an unknown name or argument, or ``name`` is taken.
     """
     fault = _fault(plugin)
-    if not fault:
-        known = _in_code.setdefault(name, plugin)
-        if known is not plugin:
-            fault = BackendLoadError, f"there is a hook plugin of that name: {shown(known)}"
+    if not fault and _in_code.setdefault(name, plugin) is not plugin:
+        fault = BackendLoadError(f"there is a hook plugin of that name: {shown(_in_code[name])}")
     if fault:
-        kind, problem = fault
-        raise kind(f"hook plugin '{name}' cannot be used: {problem}", name=name)
+        raise BackendLoadError(f"hook plugin '{name}' cannot be used: {fault}", name=name)
     refresh()
 
 
 def unregister(name: str) -> None:
-    """Remove the hook plugin that :func:`register` added as ``name``.
-
-    Raises:
-        PluginNotFoundError: there is none.
-    """
+    """Remove the hook plugin that :func:`register` added as ``name``; ``PluginNotFoundError`` where there is none."""
     if _in_code.pop(name, None) is None:
         raise PluginNotFoundError(
             f"no hook plugin '{name}' was registered in code; got {', '.join(_in_code) or 'none'}"
@@ -138,43 +112,45 @@ def unregister(name: str) -> None:
 
 
 def refresh() -> None:
-    """When next asked, look again at what is installed and allowed, and try again what failed."""
-    _outcomes.retry(discovery.current().candidates[HOOKS])
-    _state.look = _Look()
+    """When next asked, look again at what is installed and allowed."""
+    _looks[0] = []
 
 
 def infos() -> tuple[PluginInfo, ...]:
     """Every installed hook plugin; those that no question about a hook has loaded yet are ``"available"``."""
-    plugins = discovery.current().candidates[HOOKS]
-    return tuple(describe(plugin, _outcomes.peek(plugin), trust.forbids(plugin)) for plugin in plugins)
+    return tuple(map(_loader.describe, discovery.current().candidates[HOOKS]))
 
 
-def _load() -> _Found:
-    look, manager = _state.look, _new_manager()
+def _loaded() -> _Found:
+    look = _looks[0]
+    if look:
+        return look[0]
+    manager = _new_manager()
     for plugin in discovery.current().candidates[HOOKS]:
         if plugin.fault or trust.forbids(plugin):
             continue
-        outcome, first = _outcomes.get(plugin, "hook plugin", _fault)
-        if isinstance(outcome, Failed):
-            if first:
-                _logger.warning("%s", outcome.message)
-        elif not manager.is_registered(outcome.obj):  # several entry points may lead to one object
-            manager.register(outcome.obj, f"{plugin.dist}:{plugin.name}={plugin.value}")
+        try:
+            obj, _ = _loader.get(plugin)
+        except BackendLoadError as error:
+            _logger.warning("%s", error)
+            continue
+        if not manager.is_registered(obj):  # several entry points may lead to one object
+            manager.register(obj, f"{plugin.dist}:{plugin.name}={plugin.value}")
     for name, in_code in list(_in_code.items()):
         if not manager.is_registered(in_code):
             manager.register(in_code, name)
     names = frozenset(name for name in NAMES if getattr(manager.hook, name).get_hookimpls())
-    look.found = _Found(manager, names)
-    return look.found
+    look.insert(0, _Found(manager, names))
+    return look[0]
 
 
-def _fault(plugin: object) -> Fault | None:
+def _fault(plugin: object, _name: str = "") -> BackendLoadError | None:
     """What keeps ``plugin`` from being a hook plugin, found without adding it."""
     trial = _new_manager()
     try:
         trial.register(plugin, "hook plugin")
     except pluggy.PluginValidationError as error:
-        return BackendLoadError, " ".join(str(error).split())
+        return BackendLoadError(" ".join(str(error).split()))
     callers = trial.get_hookcallers(plugin) or ()
     unknown = [
         caller.name
@@ -184,9 +160,9 @@ def _fault(plugin: object) -> Fault | None:
     if unknown:
         close = difflib.get_close_matches(unknown[0], NAMES, 1)
         meant = f", did you mean {close[0]}?" if close else ";"
-        return BackendLoadError, f"there is no hook {', '.join(unknown)}{meant} the hooks are {', '.join(NAMES)}"
+        return BackendLoadError(f"there is no hook {', '.join(unknown)}{meant} the hooks are {', '.join(NAMES)}")
     if not callers:
-        return BackendLoadError, 'it has no function marked with pluggy.HookimplMarker("polyattn")'
+        return BackendLoadError('it has no function marked with pluggy.HookimplMarker("polyattn")')
     return None
 
 
@@ -194,3 +170,6 @@ def _new_manager() -> pluggy.PluginManager:
     manager = pluggy.PluginManager("polyattn")
     manager.add_hookspecs(Specifications)
     return manager
+
+
+_loader = Loader("hook plugin", _fault)

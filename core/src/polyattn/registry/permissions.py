@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TypeAlias
 
+from polyattn._errors import ConfigError
+from polyattn.messages import shown
 from polyattn.registry.discovery import Candidate, normalized
 
 ALLOW = "POLYATTN_ALLOW"
 DISABLE = "POLYATTN_DISABLE"
-
-
-#: Every list at one moment: allow and disable from the environment, then from code; ``None``: nobody gave that list.
-Rules: TypeAlias = tuple[str | None, str | None, tuple[str, ...] | None, tuple[str, ...]]
 
 
 class Trust:
@@ -30,71 +27,53 @@ class Trust:
 
     def __init__(self) -> None:
         self._allowed: tuple[str, ...] | None = None
-        self._disabled: tuple[str, ...] = ()
+        self._disabled: tuple[str, ...] | None = None
 
     def allow(self, dists: Iterable[str] | None) -> None:
         """Load plugins of these distributions only; ``None`` lifts the list again."""
-        self._allowed = None if dists is None else tuple(dists)
+        self._allowed = None if dists is None else _texts("allow", dists)
 
     def disable(self, names: Iterable[str]) -> None:
         """Never load these names (``"name"`` or ``"dist:name"``); replaces the names given before."""
-        self._disabled = tuple(names)
+        self._disabled = _texts("disable", names) or None
 
-    def rules(self) -> Rules:
+    def rules(self) -> tuple[object, ...]:
         """What the lists say now, to compare with what they said before."""
         return os.environ.get(ALLOW), os.environ.get(DISABLE), self._allowed, self._disabled
 
+    def allowing(self) -> dict[str, tuple[str, ...]]:
+        """Each allow list by where it was given."""
+        return _lists(ALLOW, "allow", self._allowed)
+
+    def disabling(self) -> dict[str, tuple[str, ...]]:
+        """Each disable list by where it was given."""
+        return _lists(DISABLE, "disable", self._disabled)
+
     def forbids(self, plugin: Candidate) -> str:
         """Which list forbids ``plugin``, for a message; empty when none does."""
-        for where, names in self._disable_lists():
-            if any(_matches(entry, plugin) for entry in names):
+        for where, names in self.disabling().items():
+            if any(map(plugin.is_called, names)):
                 return f"{where} disables it"
-        if plugin.dist:
-            for where, dists in self._allow_lists():
-                if normalized(plugin.dist) not in map(normalized, dists):
-                    return f"{where} does not allow its distribution '{plugin.dist}'"
+        for where, dists in self.allowing().items() if plugin.dist else ():
+            if normalized(plugin.dist) not in map(normalized, dists):
+                return f"{where} does not allow its distribution '{plugin.dist}'"
         return ""
 
-    def absent(self, installed: Iterable[str]) -> list[str]:
-        """Allowed distributions that are not among ``installed``, one text each."""
-        known = set(map(normalized, installed))
-        return [
-            f"{where} allows '{dist}', which is not installed or brings no plugin"
-            for where, dists in self._allow_lists()
-            for dist in dists
-            if normalized(dist) not in known
-        ]
 
-    def idle(self, plugins: Iterable[Candidate]) -> list[str]:
-        """Disabled names that none of ``plugins`` has, one text each: they may be misspelt."""
-        known = tuple(plugins)
-        return [
-            f"{where} disables '{entry}', which no installed plugin is called"
-            for where, names in self._disable_lists()
-            for entry in names
-            if not any(_matches(entry, plugin) for plugin in known)
-        ]
-
-    def _disable_lists(self) -> list[tuple[str, tuple[str, ...]]]:
-        given = os.environ.get(DISABLE, "")
-        return [(f"{DISABLE}={given}", _split(given)), (f"backends.disable({list(self._disabled)})", self._disabled)]
-
-    def _allow_lists(self) -> list[tuple[str, tuple[str, ...]]]:
-        lists = []
-        if ALLOW in os.environ:
-            lists.append((f"{ALLOW}={os.environ[ALLOW]}", _split(os.environ[ALLOW])))
-        if self._allowed is not None:
-            lists.append((f"backends.allow({list(self._allowed)})", self._allowed))
-        return lists
+def _lists(variable: str, method: str, in_code: tuple[str, ...] | None) -> dict[str, tuple[str, ...]]:
+    lists, given = {}, os.environ.get(variable)
+    if given is not None:
+        lists[f"{variable}={given}"] = tuple(filter(None, map(str.strip, given.split(","))))
+    if in_code is not None:
+        lists[f"backends.{method}({list(in_code)})"] = in_code
+    return lists
 
 
-def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _matches(entry: str, plugin: Candidate) -> bool:
-    dist, _, name = entry.rpartition(":")
-    return name == plugin.name and (not dist or normalized(dist) == normalized(plugin.dist))
+def _texts(method: str, given: Iterable[str]) -> tuple[str, ...]:
+    texts = tuple(given)
+    if isinstance(given, str) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{method}() needs a list of strings, got {shown(given)}")
+    return texts
 
 
 trust = Trust()

@@ -1,20 +1,18 @@
 """From the name in a config to the object behind it: backends and RoPE variants, each in a :class:`Registry`.
 
-Two phases. ``names()`` and ``info(name)`` read distribution metadata and import nothing. ``get(name)`` imports exactly
-one plugin, checks it, and from then on returns the same object to every thread. A plugin that cannot be used harms no
-other: its error is raised by ``get`` of its own name, and only there. Between two distributions that claim one name
-neither order of installation nor ``sys.path`` decides, but the caller, by writing ``"dist-name:name"``.
+Between two distributions that claim one name neither order of installation nor ``sys.path`` decides, but the caller, by
+writing ``"dist-name:name"``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
+import operator
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 from polyattn._errors import (
     BackendLoadError,
@@ -26,30 +24,24 @@ from polyattn._errors import (
 )
 from polyattn.messages import shown
 from polyattn.registry import discovery, hooks
-from polyattn.registry.contract import BACKEND, READER, ROPE_VARIANT, SCOPE, Contract, type_name
-from polyattn.registry.discovery import BACKENDS, Candidate, candidate, illegal_name, normalized
-from polyattn.registry.loading import Failed, Loaded, Outcomes, PluginInfo, describe
+from polyattn.registry.discovery import BACKENDS, Candidate, candidate, illegal_name
+from polyattn.registry.loading import BACKEND, READER, ROPE_VARIANT, SCOPE, Contract, Loader, PluginInfo, type_name
 from polyattn.registry.names import conflict, unknown
-from polyattn.registry.permissions import Rules, trust
+from polyattn.registry.permissions import trust
 
 _logger = logging.getLogger("polyattn")
 _serials = itertools.count(1)
 #: What the metadata alone says about a name, by the error that ``get`` would raise.
 _STATUS = {DuplicatePluginError: "conflict", BlockedPluginError: "blocked", BackendLoadError: "broken"}
-#: What decides which object a name means: the scan, the lists of trust, and the last change made in code.
-State: TypeAlias = tuple[discovery.Scan, Rules, int]
 
 
 class Registry:
     """The plugins of one group, by name.
 
-    Names match ``[a-z][a-z0-9_]*`` and are compared exactly. Where a name is asked for, ``"dist-name:name"`` means the
-    plugin of one distribution. Every method may be called from any thread, and by a plugin while it is imported. No
-    lock is held meanwhile, and no table is changed but by single operations on a dict; where threads load one plugin
-    at once, everybody gets the object of the first that succeeds.
-
-    Args:
-        contract: the group, and what its plugins must provide.
+    ``names()`` and ``info(name)`` read distribution metadata and import nothing. ``get(name)`` imports one plugin,
+    checks it, and from then on returns the same object to every thread; the error of a plugin that cannot be used is
+    raised by ``get`` of its own name, and only there. Every method may be called from any thread, and by a plugin while
+    it is imported: no lock is held, and no table is changed but by single operations on a dict.
     """
 
     def __init__(self, contract: Contract) -> None:
@@ -57,48 +49,44 @@ class Registry:
         self._registered: dict[str, Candidate] = {}
         self._overrides: dict[int, Candidate] = {}  # the last one of a name holds
         self._registrations = 0  # of the last change to either
-        self._outcomes = Outcomes()
-        self._found: tuple[discovery.Scan | None, dict[str, list[Candidate]]] = (None, {})
-        self._ready: tuple[State | None, dict[str, Any]] = (None, {})  # what names were found to mean in one state
+        self._loader = Loader(contract.noun, contract.fault)
+        self._ready: tuple[object, dict[str, Any]] = (None, {})  # what names were found to mean in one state
 
     def names(self) -> tuple[str, ...]:
         """Every installed or registered name, sorted, whether or not it can be loaded; imports no plugin."""
-        installed = {name for name in self._installed() if not illegal_name(self._contract.group, name)}
-        return tuple(sorted(installed.union(self._in_code())))
+        legal = [plugin.name for plugin in self._installed() if not illegal_name(plugin.group, plugin.name)]
+        return tuple(sorted({*legal, *self._in_code()}))
 
     def loaded(self) -> tuple[str, ...]:
         """The names whose plugin is loaded and allowed, so that :meth:`get` imports nothing."""
-        claims = {name: _sound(self._claims_of(name)) for name in self.names()}
-        return tuple(name for name, sound in claims.items() if len(sound) == 1 and self._is_loaded(sound[0]))
+        sound = {name: _sound(self._claims_of(name)) for name in self.names()}
+        return tuple(name for name, claims in sound.items() if len(claims) == 1 and claims[0] in self._loader.loaded)
 
-    def state(self) -> State:
+    def state(self) -> tuple[object, ...]:
         """What decides which object a name means; while it is equal, each name means the same object."""
         return discovery.current(), trust.rules(), self._registrations
 
     def info(self, name: str) -> PluginInfo:
         """What is known about ``name``; imports no plugin.
 
-        When several distributions claim it, their fields are joined with commas; ask for ``"dist-name:name"`` or
-        :meth:`infos` to tell them apart.
-
-        Raises:
-            PluginNotFoundError: nothing installed or registered has that name.
+        The fields of several distributions that claim it are joined with commas; :meth:`infos` tells them apart.
         """
         claims = self._claims(name)
         try:
-            return self._describe(self._choose(name, claims))
+            return self._loader.describe(self._choose(name, claims))
         except PolyattnError as error:
-            return _joined(claims, _STATUS[type(error)], error)
+            return PluginInfo.of(claims, _STATUS[type(error)], str(error))
 
     def infos(self) -> tuple[PluginInfo, ...]:
         """What is known about every claim to any name, rivals, blocked and broken ones apart; imports no plugin."""
-        infos = [self._describe(plugin) for plugin in self._in_code().values()]
-        for name, claims in self._installed().items():
+        infos = list(map(self._loader.describe, self._in_code().values()))
+        for name, group in itertools.groupby(self._installed(), key=operator.attrgetter("name")):
+            claims = list(group)
             rivals = _sound(claims)
-            text = conflict(self._contract.noun, name, rivals) if len(rivals) > 1 else ""
-            for plugin in claims:
-                rival = text and _sound([plugin])
-                infos.append(PluginInfo.of(plugin, "conflict", text) if rival else self._describe(plugin))
+            infos += map(self._loader.describe, claims if len(rivals) < 2 else set(claims).difference(rivals))
+            if len(rivals) > 1:
+                text = conflict(self._contract.noun, name, rivals)
+                infos += [PluginInfo.of([plugin], "conflict", text) for plugin in rivals]
         return tuple(sorted(infos, key=lambda info: (info.name, info.dist, info.version, info.value)))
 
     def get(self, name: str) -> Any:
@@ -122,11 +110,7 @@ class Registry:
         return found
 
     def resolve(self, name_or_object: Any, options: Any = None) -> Any:
-        """The plugin object for a value from a config, with options set.
-
-        Args:
-            name_or_object: a name, or an object that provides what a plugin of this group provides.
-            options: given to the object's ``configure`` unless empty.
+        """The plugin object for a name from a config, or the given object, with ``options`` set unless they are empty.
 
         Raises:
             ConfigError: the plugin has no options, or not these.
@@ -135,18 +119,16 @@ class Registry:
         obj = self.get(name_or_object) if isinstance(name_or_object, str) else self._checked(name_or_object)
         if not options:
             return obj
-        configure = getattr(obj, "configure", None)
-        if configure is None:
+        if not hasattr(obj, "configure"):
             raise ConfigError(
                 f"{self._contract.noun} '{obj.name}' has no options, got {shown(options)}; leave them out"
             )
-        return self._checked(configure(options))
+        return self._checked(obj.configure(options))
 
     def register(self, name: str, obj: Any, replace: bool = False) -> None:
         """Make ``obj`` available as ``name`` in this process.
 
         Args:
-            name: the name in a config.
             obj: a plugin object, a class to instantiate, or ``"module:attribute"``, which is imported at first use.
             replace: whether it may hide what is installed or registered under that name.
 
@@ -160,23 +142,20 @@ class Registry:
             return  # a plugin that registers at import what its own entry point names
         claim = self._claim(name, obj)
         if replace:
-            self._registered[name] = claim
+            holders, self._registered[name] = [], claim
         elif not holders:
             known = self._registered.setdefault(name, claim)  # another thread may have come first
             holders = [] if known is claim else [known]
-        if holders and not replace:
+        if holders:
+            taken = ", ".join(f"{holder.label} ({holder.value})" for holder in holders)
             raise DuplicatePluginError(
-                f"cannot register {_value(obj)} as {self._contract.noun} '{name}': the name is taken by "
-                f"{_list(holders)}; choose another name, pass replace=True, or use override() for a while"
+                f"cannot register {_value(obj)} as {self._contract.noun} '{name}': the name is taken by {taken}; "
+                "choose another name, pass replace=True, or use override() for a while"
             )
         self._registrations = next(_serials)
 
     def unregister(self, name: str) -> None:
-        """Take back what :meth:`register` did to ``name``.
-
-        Raises:
-            PluginNotFoundError: the name was not registered in code.
-        """
+        """Take back what :meth:`register` did to ``name``; an error says that it did nothing."""
         claim = self._registered.pop(name, None)
         if claim is None:
             raise self._contract.not_found(
@@ -187,15 +166,7 @@ class Registry:
 
     @contextlib.contextmanager
     def override(self, name: str, obj: Any) -> Iterator[Any]:
-        """Let ``name`` mean ``obj`` in all threads until the context ends; contexts may nest and overlap.
-
-        Args:
-            name: the name, installed or not.
-            obj: as for :meth:`register`.
-
-        Yields:
-            The object.
-        """
+        """Let ``name`` mean ``obj`` (see :meth:`register`) in all threads meanwhile; contexts may nest and overlap."""
         claim = self._claim(name, obj)
         self._overrides[claim.serial] = claim
         self._registrations = next(_serials)
@@ -211,37 +182,26 @@ class Registry:
         hooks.refresh()
 
     def allow(self, dists: Iterable[str] | None) -> None:
-        """Load only plugins of these distributions, whatever their group.
+        """Load only plugins of these distributions, of any group; ``None`` lifts it.
 
-        Holds for this process beside ``POLYATTN_ALLOW``, which spawned processes inherit too. ``None`` lifts it.
+        It holds for this process, beside ``POLYATTN_ALLOW``, which spawned processes inherit too.
         """
-        trust.allow(None if dists is None else _texts("allow", dists))
+        trust.allow(dists)
         hooks.refresh()
 
     def disable(self, names: Iterable[str]) -> None:
-        """Never load these names (``"name"`` or ``"dist-name:name"``), whichever their group.
+        """Never load these names (``"name"`` or ``"dist-name:name"``), of any group; the last list given holds.
 
-        Holds for this process beside ``POLYATTN_DISABLE``, which spawned processes inherit too. Replaces what was
-        given before; an empty list lifts it.
+        It holds for this process, beside ``POLYATTN_DISABLE``, which spawned processes inherit too.
         """
-        trust.disable(_texts("disable", names))
+        trust.disable(names)
         hooks.refresh()
 
     def __repr__(self) -> str:
         return f"<Registry {self._contract.group}>"
 
-    def _installed(self) -> dict[str, list[Candidate]]:
-        """The installed claims to each name."""
-        scan = discovery.current()
-        known, claims = self._found
-        if known is not scan:
-            plugins = scan.candidates[self._contract.group]
-            self._outcomes.retry(plugins)
-            claims = {}
-            for plugin in plugins:
-                claims.setdefault(plugin.name, []).append(plugin)
-            self._found = scan, claims
-        return claims
+    def _installed(self) -> tuple[Candidate, ...]:
+        return discovery.current().candidates[self._contract.group]
 
     def _in_code(self) -> dict[str, Candidate]:
         """What each name means that was registered or is overridden."""
@@ -260,87 +220,60 @@ class Registry:
         return [in_code] if in_code else installed
 
     def _claims_installed(self, name: str) -> list[Candidate]:
-        dist, _, bare = name.rpartition(":")
-        return [
-            plugin
-            for plugin in self._installed().get(bare, ())
-            if not dist or normalized(plugin.dist) == normalized(dist)
-        ]
+        return [plugin for plugin in self._installed() if plugin.is_called(name)]
 
     def _choose(self, name: str, claims: list[Candidate]) -> Candidate:
-        sound = _sound(claims)
+        """The one of ``claims`` that may and can be loaded."""
+        sound, noun = _sound(claims), self._contract.noun
         if len(sound) == 1:
             return sound[0]
         if sound:
-            raise DuplicatePluginError(conflict(self._contract.noun, name, sound))
-        noun = self._contract.noun
-        for plugin in claims:
-            if not trust.forbids(plugin):
-                raise BackendLoadError(
-                    f"{noun} '{name}' ({plugin.label}) cannot be loaded: {plugin.fault}\n  from {plugin.source}",
-                    name=name,
-                    dist=plugin.dist,
-                    version=plugin.version,
-                )
-        who = "; ".join(f"{plugin.label}: {trust.forbids(plugin)}" for plugin in claims)
-        raise BlockedPluginError(
-            f"{noun} '{name}' may not be loaded ({who})", name=name, dist=claims[0].dist, version=claims[0].version
-        )
+            raise DuplicatePluginError(conflict(noun, name, sound))
+        forbidden = {plugin: trust.forbids(plugin) for plugin in claims}
+        first = next((plugin for plugin in claims if not forbidden[plugin]), claims[0])
+        about = {"name": name, "dist": first.dist, "version": first.version}
+        if forbidden[first]:
+            who = "; ".join(f"{plugin.label}: {why}" for plugin, why in forbidden.items())
+            raise BlockedPluginError(f"{noun} '{name}' may not be loaded ({who})", **about)
+        text = f"{noun} '{name}' ({first.label}) cannot be loaded: {first.fault}\n  from {first.source}"
+        raise BackendLoadError(text, **about)
 
     def _object(self, plugin: Candidate) -> Any:
-        noun = self._contract.noun
-        outcome, first = self._outcomes.get(plugin, noun, functools.partial(self._contract.fault, name=plugin.name))
-        if isinstance(outcome, Failed):
-            outcome.throw()
+        obj, first = self._loader.get(plugin)
         if first:
-            _logger.info("loaded %s '%s': %s (%s)", noun, plugin.name, plugin.label, plugin.value)
+            _logger.info("loaded %s '%s': %s (%s)", self._contract.noun, plugin.name, plugin.label, plugin.value)
             if self._contract.group == BACKENDS and hooks.installed("polyattn_backend_loaded"):
-                hooks.call("polyattn_backend_loaded", name=plugin.name, backend=outcome.obj)
-        return outcome.obj
-
-    def _is_loaded(self, plugin: Candidate) -> bool:
-        return isinstance(self._outcomes.peek(plugin), Loaded)
-
-    def _describe(self, plugin: Candidate) -> PluginInfo:
-        return describe(plugin, self._outcomes.peek(plugin), trust.forbids(plugin))
+                hooks.call("polyattn_backend_loaded", name=plugin.name, backend=obj)
+        return obj
 
     def _checked(self, obj: Any, name: str | None = None) -> Any:
         fault = self._contract.fault(obj, name)
         if fault:
-            kind, problem = fault
-            raise kind(f"{type_name(obj)} is not a valid {self._contract.noun}: {problem}", name=name or "")
+            text = f"{type_name(obj)} is not a valid {self._contract.noun}: {fault}"
+            raise type(fault)(text, name=name or "")
         return obj
 
     def _claim(self, name: str, obj: Any) -> Candidate:
         """A claim made in code; an object is checked now, and is loaded already."""
         group = self._contract.group
-        claim = candidate(group, name, obj, serial=next(_serials)) if isinstance(obj, str) else None
-        fault = claim.fault if claim else illegal_name(group, name)
-        if fault:
+        serial, lazy = next(_serials), isinstance(obj, str)
+        claim = candidate(group, name, obj if lazy else "_", serial=serial)
+        if claim.fault:
             raise BackendLoadError(
-                f"cannot register {_value(obj)} as {self._contract.noun} {shown(name)}: {fault}", name=name
+                f"cannot register {_value(obj)} as {self._contract.noun} {shown(name)}: {claim.fault}", name=name
             )
-        if claim is None:
-            claim = Candidate(group, name, _value(obj), serial=next(_serials))
-            self._outcomes.put(claim, self._checked(obj() if isinstance(obj, type) else obj, name))
+        if not lazy:
+            claim = Candidate(name, group, _value(obj), serial=serial)
+            self._loader.loaded[claim] = (self._checked(obj() if isinstance(obj, type) else obj, name),)
         return claim
 
     def _forget(self, claim: Candidate) -> None:
-        """Drop a claim that was made in code."""
         self._registrations = next(_serials)
-        self._outcomes.forget(claim)
+        self._loader.loaded.pop(claim, None)
 
 
 def _sound(claims: Iterable[Candidate]) -> list[Candidate]:
     return [plugin for plugin in claims if not plugin.fault and not trust.forbids(plugin)]
-
-
-def _joined(claims: list[Candidate], status: str, error: PolyattnError) -> PluginInfo:
-    fields = {
-        field: ", ".join(dict.fromkeys(getattr(plugin, field) for plugin in claims))
-        for field in ("dist", "version", "summary", "value", "source")
-    }
-    return PluginInfo(claims[0].name, claims[0].group, status, **fields, error=str(error))
 
 
 def _leads_to(holder: Candidate, obj: Any) -> bool:
@@ -357,17 +290,6 @@ def _value(obj: Any) -> str:
     return obj if isinstance(obj, str) else type_name(obj)
 
 
-def _list(holders: list[Candidate]) -> str:
-    return ", ".join(f"{holder.label} ({holder.value})" for holder in holders)
-
-
-def _texts(method: str, given: Iterable[str]) -> tuple[str, ...]:
-    texts = () if isinstance(given, str) else tuple(given)
-    if isinstance(given, str) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"{method}() needs a list of strings, got {shown(given)}")
-    return texts
-
-
 backends = Registry(BACKEND)
 rope_variants = Registry(ROPE_VARIANT)
 readers = Registry(READER)
@@ -379,10 +301,8 @@ def restored(name: str, kind: type[Any], options: Any) -> Any:
 
     Else it is made of its class, such as one of two rivals, or one that was never registered.
     """
-    try:
+    with contextlib.suppress(PluginNotFoundError, DuplicatePluginError):
         known = backends.get(name)
-    except (PluginNotFoundError, DuplicatePluginError):
-        known = None
-    if type(known) is not kind:
-        return kind() if options is None else kind(options)
-    return known if known.options == options else known.configure(options)
+        if type(known) is kind:
+            return known if known.options == options else known.configure(options)
+    return kind() if options is None else kind(options)
