@@ -223,6 +223,13 @@ def test_positions_that_are_not_one_integer_for_each_token_are_refused(positions
         run(pair("Ministral3", {})[1], input_ids=tokens(), position_ids=positions)
 
 
+def test_sections_in_a_config_that_no_layer_reads_do_not_give_positions_axes():
+    ours = pair("Ministral3", {})[1]
+    ours.config.rope_parameters["mrope_section"] = [1, 1, 2]
+    with pytest.raises(LayoutError, match=r"position_ids must be \[B, K\] .*, got \[3, 1, 13\]"):
+        run(ours, input_ids=tokens(), position_ids=POSITIONS.expand(3, 1, -1))
+
+
 def test_positions_of_a_model_that_starts_behind_padding_must_start_there():
     ours, row = pair(*HONOURED["positions that start behind padding"])[1], tokens()
     assert same(run(ours, input_ids=row, position_ids=POSITIONS + 2), run(ours, input_ids=row, **packed(LENGTHS)))
