@@ -114,6 +114,18 @@ def test_runs_inside_a_compiled_graph_on_views_of_a_linear_layer():
     torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "layout", [MaskLayout.full(1, 66), MaskLayout.padded(lengths=[20], kv_len=66, q_len=1)], ids=str
+)
+def test_one_query_over_a_static_cache(layout):
+    q, k, v = (
+        torch.randn(1, *size, 64, generator=torch.Generator().manual_seed(3)) for size in ((9, 1), (3, 66), (3, 66))
+    )
+    got = attention(q, k, v, layout, backend="flex_attention").output
+    want, _ = reference_attention(q, k, v, layout.to_dense())
+    torch.testing.assert_close(got, want.float(), rtol=1e-4, atol=1e-5)
+
+
 def test_one_query_over_a_long_cache_survives_a_bias_that_blocks_part_of_it():
     # torch's own choice here, its decode kernel, returns zeros: a blocked part counts as a score of 0 beside -500.
     layout = MaskLayout.padded(lengths=[1024, 700], kv_len=1024, q_len=1)

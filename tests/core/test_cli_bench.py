@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 
 import pytest
-from click.testing import CliRunner
 
 import polyattn
+from command_line import runner
 from polyattn_cli import cli
-
-#: click 8.1 tells standard output and standard error apart only when it is asked; later ones always do.
-APART = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
 
 TINY = ["--q-len", "8", "--heads", "2", "--head-dim", "8", "--rounds", "1"]
 
 
 def bench(*arguments):
-    return CliRunner(**APART).invoke(cli, ["bench", *map(str, arguments)], prog_name="polyattn")
+    return runner().invoke(cli, ["bench", *map(str, arguments)], prog_name="polyattn")
 
 
 def report(*arguments, status=0):

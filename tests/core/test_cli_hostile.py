@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from click.testing import CliRunner
 
+from command_line import runner
 from polyattn._layout import MaskLayout
 from polyattn_cli import cli
 
@@ -25,7 +25,7 @@ def refused(tmp_path, monkeypatch):
 
     def invoke(*arguments):
         before = sorted(tmp_path.iterdir())
-        result = CliRunner().invoke(cli, [*arguments], prog_name="polyattn")
+        result = runner().invoke(cli, [*arguments], prog_name="polyattn")
         assert (result.exit_code, result.stdout) == (2, ""), result.output
         assert isinstance(result.exception, SystemExit)
         assert sorted(tmp_path.iterdir()) == before
@@ -100,7 +100,7 @@ def test_a_link_to_a_picture_stays_a_link_and_a_loop_of_links_is_refused(refused
     (tmp_path / "link.png").symlink_to("mask.png")
     (tmp_path / "loop").symlink_to("loop")
     assert "cannot write 'loop': Too many levels of symbolic links" in refused("mask", "causal", "--out", "loop")
-    assert CliRunner().invoke(cli, ["mask", "causal", "--out", "link.png"]).exit_code == 0
+    assert runner().invoke(cli, ["mask", "causal", "--out", "link.png"]).exit_code == 0
     assert (tmp_path / "link.png").is_symlink()
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
 

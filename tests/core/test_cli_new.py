@@ -13,8 +13,8 @@ from polyattn_cli import cli
 
 try:
     import tomllib
-except ImportError:  # Python 3.10
-    from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
+except ImportError:  # Python 3.10; pytest brings tomli
+    import tomli as tomllib  # type: ignore[no-redef]
 
 FILES = {".gitignore", ".github/workflows/test.yml", "LICENSE", "README.md", "pyproject.toml"}
 

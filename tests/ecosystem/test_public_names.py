@@ -27,7 +27,7 @@ def names_of_the_page():
 
 
 PAGE = names_of_the_page()
-MODULES = ["kernels", "messages", "registry", "rope", "select", "testing"]
+MODULES = ["documents", "kernels", "messages", "registry", "rope", "select", "testing"]
 
 
 def test_the_page_has_a_section_for_each_public_module():

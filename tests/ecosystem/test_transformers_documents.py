@@ -223,6 +223,13 @@ def test_positions_that_are_not_one_integer_for_each_token_are_refused(positions
         run(pair("Ministral3", {})[1], input_ids=tokens(), position_ids=positions)
 
 
+def test_sections_in_a_config_that_no_layer_reads_do_not_give_positions_axes():
+    ours = pair("Ministral3", {})[1]
+    ours.config.rope_parameters["mrope_section"] = [1, 1, 2]
+    with pytest.raises(LayoutError, match=r"position_ids must be \[B, K\] .*, got \[3, 1, 13\]"):
+        run(ours, input_ids=tokens(), position_ids=POSITIONS.expand(3, 1, -1))
+
+
 def test_positions_of_a_model_that_starts_behind_padding_must_start_there():
     ours, row = pair(*HONOURED["positions that start behind padding"])[1], tokens()
     assert same(run(ours, input_ids=row, position_ids=POSITIONS + 2), run(ours, input_ids=row, **packed(LENGTHS)))
@@ -376,6 +383,7 @@ def test_windows_and_chunks_count_the_tokens_of_a_document_that_lies_in_pieces(f
     assert [name for name, form in TURNING.items() if not same(run(ours, input_ids=row, **form), want)] == []
 
 
+@whole_graphs
 @pytest.mark.parametrize("form", ["segment_ids", "packed"])
 def test_a_compiled_window_counts_the_tokens_of_a_document_too(form):
     (eager, ours), row = pair("Mistral", {"sliding_window": 3}), tokens()
@@ -387,7 +395,8 @@ def test_a_compiled_window_counts_the_tokens_of_a_document_too(form):
 
 def test_a_bias_by_distance_refuses_documents_in_pieces():
     config = transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-    model = transformers.T5EncoderModel._from_config(config, attn_implementation="polyattn_sdpa").eval()
+    with refused_before():
+        model = transformers.T5EncoderModel._from_config(config, attn_implementation="polyattn_sdpa").eval()
     inputs = {"input_ids": tokens()}
     with torch.no_grad():
         got = model(**inputs, segment_ids=SEGMENTS).last_hidden_state[:, 5:]

@@ -16,8 +16,8 @@ from polyattn_transformers._versions import NEWEST, OLDEST
 
 try:
     import tomllib
-except ImportError:  # Python 3.10
-    from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
+except ImportError:  # Python 3.10; pytest brings tomli
+    import tomli as tomllib  # type: ignore[no-redef]
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [

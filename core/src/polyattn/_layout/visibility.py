@@ -153,6 +153,9 @@ def dense_rows(
     if isinstance(visibility, StructuredMask):
         return visible_rows(visibility, q_len, kv_len, start, stop, device or torch.device("cpu")).unsqueeze(1)
     device = device or _home(visibility)
+    if isinstance(visibility, BothMod):
+        left, right = (dense_rows(part, sizes, start, stop, device) for part in (visibility.left, visibility.right))
+        return left & right
     if 0 in (batch, heads, stop - start, kv_len):
         return torch.zeros(batch, heads, stop - start, kv_len, dtype=torch.bool, device=device)
     mod = to_mod(visibility, q_len, kv_len)

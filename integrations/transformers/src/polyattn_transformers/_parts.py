@@ -93,7 +93,7 @@ def _look(model: PreTrainedModel) -> Parts:
     own = dict(_own_modules("", model))
     scales = [place for module in own.values() if (place := _scales_from(module)) is not None]
     texts = {id(module.config): module.config for module in own.values() if isinstance(module, PreTrainedModel)}
-    axes = any(getattr(module, "mrope_section", None) for module in model.modules())
+    axes = any(_splits_axes(module) for module in model.modules())
     pictures = any(hasattr(module, "get_rope_index") for module in model.modules())
     inner = any(isinstance(module, PreTrainedModel) for module in model.modules() if module is not model)
     return Parts(
@@ -136,6 +136,15 @@ def _mixes(module: nn.Module) -> bool:
     inside = any(MIXERS.search(type(one).__name__) for one in module.modules() if one is not module)
     named = bool(MIXERS.search(name)) and "Norm" not in name
     return named and not inside and bool(children) and not asks_interface(type(module))
+
+
+def _splits_axes(module: nn.Module) -> bool:
+    """Whether a layer splits its angles among several axes: a rotary module, or an attention layer of older models."""
+    if getattr(module, "mrope_section", None):
+        return True
+    settings = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    reads = any("mrope_section" in function.__code__.co_consts for function in functions_of(type(module)))
+    return reads and bool(settings.get("mrope_section"))
 
 
 def _first_position(module: nn.Module) -> int:
