@@ -91,25 +91,29 @@ class PreparedAttention:
     layout: MaskLayout
     request: AttentionRequest
     state: Any = None
-    _shapes: tuple[tuple[int, ...], ...] = dataclasses.field(init=False, repr=False)
     autocast_kind: str | None = dataclasses.field(init=False, repr=False)
+    _shapes: tuple[tuple[int, ...], ...] = dataclasses.field(init=False, repr=False)
+    _lse_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
     _plain: bool = dataclasses.field(init=False, repr=False)
-    _refusal: Callable[[tuple[Tensor, ...]], None] | None = dataclasses.field(init=False, repr=False)
-    _answer: tuple[tuple[int, ...], torch.dtype] = dataclasses.field(init=False, repr=False)
+    _first_order: bool = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        request = self.request
-        object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
-        shape = (request.batch, request.heads, self.layout.q_len, request.v_head_dim)
-        object.__setattr__(self, "_answer", (shape, accumulation_dtype(request.dtype)))
-        kind = request.device.type
-        object.__setattr__(self, "autocast_kind", kind if knows_autocast(kind) else None)
-        object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
-        second_order = "second_order" in getattr(self.backend, "abilities", ())
-        refusal = None if second_order else functools.partial(_derivatives.refuse_other_derivatives, self.backend.name)
-        object.__setattr__(self, "_refusal", refusal)
-        if not torch.compiler.is_compiling() and hooks.installed("polyattn_prepared"):
-            hooks.call("polyattn_prepared", prepared=self)
+        request, kind = self.request, self.request.device.type
+        first_order = "second_order" not in getattr(self.backend, "abilities", ())
+        decided = {
+            "autocast_kind": kind if knows_autocast(kind) else None,
+            "_shapes": _boundary.expected_shapes(self.layout, request),
+            "_lse_dtype": accumulation_dtype(request.dtype),
+            "_plain": not request.has_bias and not request.has_sinks,
+            "_first_order": first_order,
+        }
+        for name, value in decided.items():
+            object.__setattr__(self, name, value)
+        if not torch.compiler.is_compiling():
+            if first_order and request.needs_grad:  # now: a call may run under a mode that counts operations
+                _derivatives.refusal(self.backend.name, 0)
+            if hooks.installed("polyattn_prepared"):
+                hooks.call("polyattn_prepared", prepared=self)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, sinks: Tensor | None = None
@@ -130,7 +134,7 @@ class PreparedAttention:
                 compiled graphs.
         """
         request = self.request
-        q_shape, k_shape, v_shape = self._shapes
+        q_shape, k_shape, v_shape, shape = self._shapes
         device = request.device
         try:
             fits = (
@@ -165,27 +169,22 @@ class PreparedAttention:
         if torch.compiler.is_compiling():
             # Dynamo refuses an autograd function that gets one tensor twice, as when k is v.
             return self.backend.attend(q, k.view_as(k), v.view_as(v), self, bias=bias, sinks=sinks)
-        refusal = self._refusal
-        if refusal is not None and _derivatives.transforming():
+        if self._first_order and _derivatives.transforming():
             _derivatives.refuse_transforms(self.backend.name)
         result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
-        shape, lse_dtype = self._answer
         try:
             output, lse = result.output, result.lse
             right = output.shape == shape and output.dtype is dtype
             if request.needs_lse:
-                right = right and lse is not None and lse.shape == shape[:3] and lse.dtype is lse_dtype
+                right = right and lse is not None and lse.shape == shape[:3] and lse.dtype is self._lse_dtype
         except AttributeError:
             right = False
         if not right:
             _boundary.raise_wrong_result(result, self.backend.name, self.layout, request)
-        if refusal is not None and request.needs_grad:
-            node = output.grad_fn
-            if node is not None:
-                node.register_prehook(refusal)
-            node = None if lse is None else lse.grad_fn
-            if node is not None:
-                node.register_prehook(refusal)
+        if self._first_order and request.needs_grad:
+            _derivatives.refuse_others(self.backend.name, output)
+            if lse is not None:
+                _derivatives.refuse_others(self.backend.name, lse)
         return result
 
 

@@ -59,15 +59,14 @@ def check_layout(layout: MaskLayout, request: AttentionRequest) -> None:
         raise LayoutError("; ".join(problems))
 
 
-def expected_shapes(
-    layout: MaskLayout, request: AttentionRequest
-) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """The shapes of q, k and v that ``layout`` and ``request`` describe."""
+def expected_shapes(layout: MaskLayout, request: AttentionRequest) -> tuple[tuple[int, int, int, int], ...]:
+    """The shapes of q, k, v and the output that ``layout`` and ``request`` describe."""
     b, h, g = request.batch, request.heads, request.kv_heads
     return (
         (b, h, layout.q_len, request.head_dim),
         (b, g, layout.kv_len, request.head_dim),
         (b, g, layout.kv_len, request.v_head_dim),
+        (b, h, layout.q_len, request.v_head_dim),
     )
 
 
@@ -79,8 +78,7 @@ def raise_mismatch(q: Tensor, k: Tensor, v: Tensor, layout: MaskLayout, request:
         problems.append(f"batch: prepared for {request.batch}, got {q.shape[0]}")
     if q.device != request.device:
         problems.append(f"device: prepared for {request.device}, got {q.device}")
-    names = ("q", "k", "v")
-    for name, x, shape in zip(names, (q, k, v), expected_shapes(layout, request), strict=True):
+    for name, x, shape in zip("qkv", (q, k, v), expected_shapes(layout, request), strict=False):
         if tuple(x.shape) != shape:
             problems.append(f"{name}: prepared for shape {shape}, got {tuple(x.shape)}")
     raise AttentionInputError(
@@ -160,7 +158,7 @@ def check_sinks(sinks: Tensor | None, request: AttentionRequest) -> None:
 
 def raise_wrong_result(result: object, backend: str, layout: MaskLayout, request: AttentionRequest) -> NoReturn:
     """Raise the error that says what about an answer of ``attend`` breaks the conventions."""
-    shape = (request.batch, request.heads, layout.q_len, request.v_head_dim)
+    shape = expected_shapes(layout, request)[3]
     lse_dtype = accumulation_dtype(request.dtype)
     for name, need in (("output", (shape, request.dtype)), ("lse", (shape[:3], lse_dtype))):
         if not hasattr(result, name):
