@@ -7,7 +7,6 @@ that with tensors validates them, applies the autocast rule and runs the backend
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -153,12 +152,10 @@ class PreparedAttention:
             q, k, v = cast_for_autocast(q), cast_for_autocast(k), cast_for_autocast(v)
         dtype = request.dtype
         if q.dtype is not dtype or k.dtype is not dtype or v.dtype is not dtype:
-            _boundary.raise_dtype_mismatch(q, k, v, request)
+            _boundary.raise_mismatch(q, k, v, self.layout, request)
         if not (self._plain and bias is None and sinks is None):
-            _boundary.check_bias(bias, self.layout, request)
+            bias = _boundary.checked_bias(bias, self.layout, request)
             _boundary.check_sinks(sinks, request)
-            if bias is not None:
-                bias = _boundary.narrowed_bias(bias, dtype)
         if not request.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad or not self._plain):
             _boundary.check_gradients(q, k, v, bias, sinks)
         if not request.deterministic and torch.are_deterministic_algorithms_enabled():

@@ -33,15 +33,14 @@ def refuse_others(backend: str, result: Tensor | None) -> None:
     node = None if result is None else result.grad_fn
     if node is not None:
         assert result is not None
-        node._register_hook_dict(refusal(backend, result.output_nr))  # type: ignore[attr-defined]  # noqa: SLF001
+        node._register_hook_dict(refusal(backend, result.output_nr))  # noqa: SLF001
 
 
 @functools.lru_cache(maxsize=256)
 def refusal(backend: str, place: int) -> Tensor:
     """A tensor that carries the hook of :func:`refuse_others` for the output ``place`` of a node.
 
-    A node takes over the hooks of a tensor by one call, which costs a tenth of ``Node.register_prehook``: that makes a
-    dictionary and a handle each time.
+    A node takes over a tensor's hooks by one call; ``Node.register_prehook`` makes a dictionary and a handle each time.
     """
 
     def refuse(grad: Tensor | None) -> None:

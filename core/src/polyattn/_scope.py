@@ -7,6 +7,7 @@ every module boundary to cast their tensors, which would turn FP32 tables into B
 from __future__ import annotations
 
 import dataclasses
+from operator import is_
 from typing import Any
 
 import torch
@@ -93,12 +94,8 @@ class AttentionScope:
             things: tensors and layouts that it depends on, known again by identity.
         """
         for known_key, known_things, value in self._kept.get(kind, ()):
-            if known_key == key:
-                for known, thing in zip(known_things, things, strict=True):
-                    if known is not thing and not _is_alias(known, thing):
-                        break
-                else:
-                    return value
+            if known_key == key and (all(map(is_, known_things, things)) or all(map(_is_same, known_things, things))):
+                return value
         return None
 
     def keep(self, kind: str, key: object, value: Any, *things: object) -> None:
@@ -219,8 +216,10 @@ def _wide(positions: Tensor) -> Tensor:
     return positions.long() if narrow else positions
 
 
-def _is_alias(known: object, given: object) -> bool:
-    """Whether ``given`` is the detached alias that reentrant checkpointing makes of a tensor."""
+def _is_same(known: object, given: object) -> bool:
+    """Whether ``given`` is ``known``, or the detached alias that reentrant checkpointing makes of a tensor."""
+    if known is given:
+        return True
     if torch.compiler.is_compiling() or not isinstance(known, Tensor) or not isinstance(given, Tensor):
         return False
     if known.shape != given.shape or known.dtype is not given.dtype:
