@@ -25,7 +25,7 @@ def check_layout_type(layout: object, name: str = "layout") -> None:
 
 
 def check_layout(layout: MaskLayout, request: AttentionRequest) -> None:
-    """Refuse a layout whose batch, heads or device do not fit the tensors of ``request``; one message has all faults."""
+    """Refuse a layout whose batch, heads or device do not fit the tensors of ``request``, in one message."""
     problems = []
     if layout.batch not in (1, request.batch):
         problems.append(

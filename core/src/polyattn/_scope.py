@@ -79,7 +79,7 @@ class AttentionScope:
     @property
     def builds(self) -> dict[str, int]:
         """How many masks and how many rotary tables were built: ``{"attention": n, "rotary": n}``."""
-        return {kind: len(self.kept(kind)) for kind in ("attention", "rotary")}
+        return {kind: len(self._kept.get(kind, ())) for kind in ("attention", "rotary")}
 
     def kept(self, kind: str) -> list[Any]:
         """What was kept of this kind, in the order in which it was built."""
@@ -135,7 +135,11 @@ class AttentionScope:
         else:
             check_layout_type(layout)
         if window is not None:
-            layout = self._narrowed(layout, window, positions, kv_positions)
+            places = (None, None) if positions is None or is_placed(layout) else (positions, kv_positions)
+            whole, layout = layout, self.find("window", window, layout, *places)
+            if layout is None:
+                layout = _windowed(whole, window, *places)
+                self.keep("window", window, layout, whole, *places)
         found = self.find("attention", (resolved, request), layout)
         if found is None and "attention" in self._kept and not request.needs_grad:
             # The first pass of reentrant checkpointing runs without grad; the state of the real forward serves it.
@@ -164,18 +168,6 @@ class AttentionScope:
             tables = embedding(positions) if length is None else embedding(positions, length=length)
             self.keep("rotary", rule, tables, positions)
         return tables
-
-    def _narrowed(
-        self, layout: MaskLayout, window: int, positions: Tensor | None, kv_positions: Tensor | None
-    ) -> MaskLayout:
-        """The layout under a window."""
-        if positions is None or is_placed(layout):
-            positions = kv_positions = None
-        narrowed: MaskLayout | None = self.find("window", window, layout, positions, kv_positions)
-        if narrowed is None:
-            narrowed = _windowed(layout, window, positions, kv_positions)
-            self.keep("window", window, narrowed, layout, positions, kv_positions)
-        return narrowed
 
 
 def _windowed(layout: MaskLayout, window: int, positions: Tensor | None, kv_positions: Tensor | None) -> MaskLayout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,7 @@ def joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
+class _Rule(NamedTuple):
     """A frequency rule on the host, the source of truth.
 
     ``rows`` has one row per axis with zeros in the lanes of other axes, then a row with every lane. A sum over axes is
@@ -67,14 +66,6 @@ class _Rule:
     rows: Rows
     attention_scaling: float
     position_scaling: float
-
-    @classmethod
-    def of(cls, variant: RopeVariant, spec: RopeSpec, length: int | None) -> _Rule:
-        inv_freq, attention_scaling, position_scaling = host_frequencies(variant, spec, length)
-        owners = () if spec.axes is None else spec.axes.lanes()
-        axes = 0 if spec.axes is None else len(spec.axes.sections)
-        rows = [tuple(f * (o == axis) for f, o in zip(inv_freq, owners, strict=True)) for axis in range(axes)]
-        return cls((*rows, tuple(inv_freq)), attention_scaling, position_scaling)
 
 
 class RotaryEmbedding(nn.Module):
@@ -100,7 +91,8 @@ class RotaryEmbedding(nn.Module):
         self._pure = getattr(variant, "pure", True)
         self._breakpoints = tuple(variant.breakpoints(spec)) if hasattr(variant, "breakpoints") else ()
         lengths = (*self._breakpoints, self._breakpoints[-1] + 1) if self._breakpoints else (None,)
-        self._rules = tuple(_Rule.of(variant, spec, length) for length in lengths)
+        self._rules = tuple(_rule(variant, spec, length) for length in lengths)
+        self._axes = 0 if spec.axes is None else len(spec.axes.sections)
         self._copies: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
@@ -109,10 +101,7 @@ class RotaryEmbedding(nn.Module):
         return bool(self._breakpoints)
 
     def sharing_key(self) -> Hashable:
-        """What embeddings that make the same tables have in common: the spec.
-
-        A subclass or an impure variant may hold state of its own; its tables belong to the object itself.
-        """
+        """What embeddings of the same tables have in common: the spec, or the object where it may hold more state."""
         return self.spec if type(self) is RotaryEmbedding and self._pure else self
 
     def forward(self, positions: Tensor, *, length: int | None = None) -> RotaryTables:
@@ -144,7 +133,7 @@ class RotaryEmbedding(nn.Module):
         Returns:
             The angles in radians, FP32 ``[B|1, S, rotary_dim / 2]``, and the factor of their cosine and sine.
         """
-        axes = self._axes(positions)
+        axes = self._axes_of(positions)
         side = self._side(length)
         rule = self._rules[side]
         inv_freq = self._inv_freq(side, positions.device)
@@ -157,9 +146,9 @@ class RotaryEmbedding(nn.Module):
             angles = angles + scaled[axis] * inv_freq[axis]
         return angles, rule.attention_scaling
 
-    def _axes(self, positions: Tensor) -> int:
+    def _axes_of(self, positions: Tensor) -> int:
         """How many axes ``positions`` has, 0 for none."""
-        axes = 0 if self.spec.axes is None else len(self.spec.axes.sections)
+        axes = self._axes
         need = "an integer tensor [B|1, S]" + (f" or [{axes}, B|1, S]" if axes else "")
         if not isinstance(positions, Tensor):
             raise AttentionInputError(f"positions must be {need}, got {type(positions).__name__}")
@@ -222,6 +211,15 @@ class RotaryEmbedding(nn.Module):
         """The spec, for ``print(model)``."""
         spec = self.spec
         return f"{spec.variant!r}, theta={spec.theta:g}, rotary_dim={spec.rotary_dim}, interleaved={spec.interleaved}"
+
+
+def _rule(variant: RopeVariant, spec: RopeSpec, length: int | None) -> _Rule:
+    inv_freq, *scalings = host_frequencies(variant, spec, length)
+    rows = [tuple(inv_freq)]
+    if spec.axes is not None:
+        owners, axes = spec.axes.lanes(), range(len(spec.axes.sections))
+        rows[:0] = [tuple(f * (o == axis) for f, o in zip(inv_freq, owners, strict=True)) for axis in axes]
+    return _Rule(tuple(rows), *scalings)
 
 
 # While Dynamo traces, the result becomes a constant of the graph: on the device, without a copy per call.
