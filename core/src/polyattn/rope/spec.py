@@ -18,10 +18,6 @@ class Parameters(Mapping[str, ParameterValue]):
     """The parameters of a variant: a mapping that is immutable, hashable and sorted by name.
 
     Numbers are floats and lists are tuples of floats, so that equal parameters have one written form.
-
-    Raises:
-        RopeConfigError: a name is not a string, or a value is neither a finite number, a bool, a string, ``None`` nor a
-            list of finite numbers.
     """
 
     __slots__ = ("_items",)
@@ -151,8 +147,13 @@ class RopeSpec:
                 f"schema_version must be {cls.SCHEMA_VERSION}, got {got}; "
                 "a transformers config is read by RopeSpec.from_hf"
             )
-        _refuse_keys("a rotary spec", set(data) - {"schema_version"}, _FIELDS)
-        variant, parameters = data["variant"], data["parameters"]
+        faults = [f"{shown(name)} is missing" for name in _FIELDS if name not in data]
+        unknown = sorted(data.keys() - {"schema_version", *_FIELDS}, key=str)
+        faults += [f"{shown(name)} is unknown" for name in unknown]
+        if faults:
+            raise RopeConfigError(f"a rotary spec: {shortened(', '.join(faults))}; the keys are {', '.join(_FIELDS)}")
+        fields = {name: data[name] for name in _FIELDS}
+        variant, parameters = fields["variant"], fields["parameters"]
         if isinstance(variant, str) and isinstance(parameters, Mapping):
             # Here, and not left to the variant: what it would fill in must be written too.
             unwritten = [name for name in _defaults(variant) if name not in parameters]
@@ -162,11 +163,11 @@ class RopeSpec:
                     f"a spec fills in the default, got {listed(parameters) or 'no parameters'}"
                 )
                 try:
-                    cls(**{name: data[name] for name in _FIELDS})
+                    cls(**fields)
                 except RopeConfigError as error:
                     fault += f"; and beside those: {error}"
                 raise RopeConfigError(fault)
-        return cls(**{name: data[name] for name in _FIELDS})
+        return cls(**fields)
 
     @classmethod
     def from_hf(
@@ -200,14 +201,8 @@ class RopeSpec:
                 nothing reads it; the pairing is not known; or the model, or this layer type, does not rotate, or in a
                 way that no spec describes.
         """
-        spec: RopeSpec = readers.get("hf_rope").read(
-            config,
-            layer_type=layer_type,
-            head_dim=head_dim,
-            interleaved=interleaved,
-            convention=convention,
-            max_position=max_position,
-        )
+        said = {"layer_type": layer_type, "head_dim": head_dim, "interleaved": interleaved}
+        spec: RopeSpec = readers.get("hf_rope").read(config, **said, convention=convention, max_position=max_position)
         return spec
 
     def to_hf(self, model_type: str) -> dict[str, Any]:
@@ -234,13 +229,6 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(RopeSpec))
 def _defaults(variant: str) -> Mapping[str, ParameterValue]:
     defaults: Mapping[str, ParameterValue] = getattr(rope_variants.get(variant), "defaults", {})
     return defaults
-
-
-def _refuse_keys(what: str, got: set[str], need: tuple[str, ...]) -> None:
-    faults = [f"{shown(name)} is missing" for name in need if name not in got]
-    faults += [f"{shown(name)} is unknown" for name in sorted(got - set(need), key=str)]
-    if faults:
-        raise RopeConfigError(f"{what}: {shortened(', '.join(faults))}; the keys are {', '.join(need) or 'none'}")
 
 
 def _parameter(name: str, value: Any) -> ParameterValue:

@@ -96,10 +96,7 @@ def within(low: float, high: float) -> Rule:
 
 def one_of(*choices: object) -> Rule:
     """One of ``choices``."""
-    return (
-        f"one of {listed(choices)}",
-        lambda value: value in choices and type(value) in map(type, choices),
-    )
+    return f"one of {listed(choices)}", lambda value: value in choices and type(value) in map(type, choices)
 
 
 def lanes(count: int) -> Rule:
