@@ -1,7 +1,7 @@
 """The backend protocol: what a backend implements, and what core does around it.
 
-Data flows one way: a layout and a request go into ``prepare``, which returns a :class:`PreparedAttention`; calling
-that with tensors validates them, applies the autocast rule and runs the backend's ``attend``.
+A layout and a request go into ``prepare``, which returns a :class:`PreparedAttention`; calling that with tensors
+validates them, applies the autocast rule and runs the backend's ``attend``.
 """
 
 from __future__ import annotations
@@ -52,12 +52,7 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
-        """Do all that reads values, synchronises or allocates by mask.
-
-        Raises:
-            UnsupportedAttentionError: ``unsupported`` has reasons.
-            LayoutError: the layout does not fit the request.
-        """
+        """Refuse what ``unsupported`` has reasons against; do all that reads values, synchronises, allocates by mask."""
         ...
 
     def attend(
@@ -282,10 +277,7 @@ class BackendBase:
         return self.name
 
     def configure(self, options: Any) -> Self:
-        """A backend with other options.
-
-        Args:
-            options: an instance of ``Options`` or a mapping of its fields.
+        """A backend with other options: an instance of ``Options``, or a mapping of its fields.
 
         Raises:
             ConfigError: an option is unknown or of the wrong type; the message lists the fields.

@@ -1,8 +1,4 @@
-"""Every exception that polyattn raises on purpose.
-
-All of them survive pickling with their attributes, so that an error raised in a worker process reads the same in the
-parent.
-"""
+"""Every exception that polyattn raises on purpose; all survive pickling with their attributes."""
 
 from __future__ import annotations
 

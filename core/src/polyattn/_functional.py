@@ -45,10 +45,6 @@ def attention(
         sinks: floating ``[Hq]``, one extra logit per head without a value.
         return_lse: also return the log-sum-exp; its gradient flows when q, k or the bias requires grad.
 
-    Returns:
-        ``AttentionResult(output, lse)``: output ``[B, Hq, Q, Dv]``, exactly 0 for rows that see nothing; lse
-        ``[B, Hq, Q]`` or ``None``.
-
     Raises:
         AttentionInputError: tensors or scalars break the conventions.
         LayoutError: the layout does not fit the tensors.

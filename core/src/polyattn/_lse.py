@@ -25,9 +25,6 @@ def merge(results: Sequence[AttentionResult]) -> AttentionResult:
     Returns:
         The merged result in the output dtype of the parts; differentiable in every output and LSE. Weights are
         computed in the LSE's dtype and cast once.
-
-    Raises:
-        AttentionInputError: no part, a part without LSE, or shapes, dtypes or devices that differ.
     """
     outputs, lses = _parts(results)
     dtype = outputs[0].dtype

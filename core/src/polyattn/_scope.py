@@ -37,10 +37,6 @@ class AttentionScope:
             ``None`` when ``layout`` already is that mask.
         length: of the sequence (largest position + 1, cached keys included), for rotary specs whose frequencies depend
             on it; a host int, never read off the positions.
-
-    Raises:
-        LayoutError: a layout is not a :class:`MaskLayout`.
-        AttentionInputError: ``length`` is not an int >= 0.
     """
 
     def __init__(
@@ -119,9 +115,9 @@ class AttentionScope:
             request: what the layer asks for. State prepared with ``needs_grad`` also serves a request without.
             layout: another layout than the scope's, for instance for context keys.
             window: the layer's window; the narrower of it and the layout's own holds.
-            positions: Int ``[B|1, Q]``, by which the window measures distances over a layout that does not say itself
-                where its queries stand (dense, a ``mask_mod``, full and others without causality); see
-                :meth:`MaskLayout.with_window`. Found again by identity.
+            positions: Int ``[B|1, Q]``, found again by identity, by which the window measures distances over a layout
+                that does not say where its queries stand (dense, a ``mask_mod``, others without causality); see
+                :meth:`MaskLayout.with_window`.
             kv_positions: Int ``[B|1, C]``, of keys that come before those of the queries.
 
         Raises:
@@ -171,10 +167,7 @@ class AttentionScope:
 
 
 def _windowed(layout: MaskLayout, window: int, positions: Tensor | None, kv_positions: Tensor | None) -> MaskLayout:
-    """The layout under a window that measures by the positions, or by the indices where that is the same.
-
-    By indices a structure stays what it is, without a tensor to read or to compare with.
-    """
+    """The layout under a window, measured by positions; by indices, without a tensor, where that is the same."""
     if positions is None:
         return layout.with_window(window)
     positions = _wide(positions)

@@ -102,11 +102,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def saveable(value: Any) -> Any:
-    """``value`` with ordinary copies of the inference tensors in it, which autograd cannot save for a backward.
-
-    Args:
-        value: a tensor, or tuples and dataclasses that hold some. What holds none is returned itself.
-    """
+    """``value`` (tensors, tuples, dataclasses) with ordinary copies of inference tensors: autograd saves no others."""
     if isinstance(value, Tensor):
         return value.clone() if value.is_inference() else value
     if isinstance(value, tuple):

@@ -150,17 +150,12 @@ def apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     Returns:
         ``[B, Hq, Q, Dv]`` in the dtype of ``output``; exactly 0, with zero gradients, where ``lse`` is ``-inf``.
-
-    Raises:
-        AttentionInputError: shapes or devices do not fit each other, or an argument is not a tensor.
     """
     given = {"output": output, "lse": lse, "sinks": sinks}
     for name, x in given.items():
         if not isinstance(x, Tensor):
-            raise AttentionInputError(
-                f"{name} must be a tensor, got {type(x).__name__}"
-                + ("; run the attention with return_lse=True" if name == "lse" else "")
-            )
+            hint = "; run the attention with return_lse=True" if name == "lse" else ""
+            raise AttentionInputError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
     fits = output.dim() == 4 and lse.shape == output.shape[:3] and sinks.shape == output.shape[1:2]
     if not fits or not output.device == lse.device == sinks.device:
         shapes = ", ".join(f"{name} {tuple(x.shape)} on {x.device}" for name, x in given.items())

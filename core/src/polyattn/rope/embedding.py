@@ -69,17 +69,11 @@ class _Rule(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions to FP32 tables, by the rule of a spec.
+    """Positions to FP32 tables, by the rule of a :class:`RopeSpec`.
 
     It has no parameters and no buffers: the frequencies are host numbers, computed once when it is built, and copies on
     devices are a cache. So casts, moves, ``to_empty``, pickling and meta construction cannot harm them, and none of it
     is in a state dict. An ``inv_freq`` that an older checkpoint carries for it is ignored.
-
-    Args:
-        spec: the rotary spec.
-
-    Raises:
-        RopeConfigError: ``spec`` is not a :class:`RopeSpec`, or its variant breaks the contract of variants.
     """
 
     def __init__(self, spec: RopeSpec) -> None:
@@ -112,9 +106,6 @@ class RotaryEmbedding(nn.Module):
                 for text, whose position is the same on all axes.
             length: length of the sequence (largest position + 1, cached keys included), for specs whose frequencies
                 depend on it; ``None`` for all others.
-
-        Raises:
-            AttentionInputError: shape or dtype of ``positions``, or presence of ``length``, does not fit the spec.
         """
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # tables outlive it: a later training step saves them
@@ -128,13 +119,8 @@ class RotaryEmbedding(nn.Module):
         return RotaryTables.paired(cos, sin, interleaved=self.spec.interleaved)
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> tuple[Tensor, float]:
-        """What :meth:`forward` takes cosine and sine of.
-
-        Returns:
-            The angles in radians, FP32 ``[B|1, S, rotary_dim / 2]``, and the factor of their cosine and sine.
-        """
-        axes = self._axes_of(positions)
-        side = self._side(length)
+        """The angles in radians, FP32 ``[B|1, S, rotary_dim / 2]``, and the factor of their cosine and sine."""
+        axes, side = self._axes_of(positions), self._side(length)
         rule = self._rules[side]
         inv_freq = self._inv_freq(side, positions.device)
         scaled = positions.to(torch.float32).unsqueeze(-1)

@@ -32,10 +32,6 @@ def apply_rotary(q: Tensor, k: Tensor, tables: RotaryTables, *, interleaved: boo
 
     Returns:
         The rotated q and k, each in its own dtype: computed in FP32 (FP64 for FP64) and rounded once.
-
-    Raises:
-        AttentionInputError: the tables are not :class:`RotaryTables`, not FP32, require grad, do not fit q and k, or
-            were made for the other pairing.
     """
     rotated_q, rotated_k = _apply({"q": q, "k": k}, tables, interleaved)
     return rotated_q, rotated_k

@@ -106,10 +106,10 @@ class RopeSpec:
                 f"interleaved must be True (adjacent channels form a pair) or False (channel i pairs with "
                 f"i + rotary_dim/2), got {shown(self.interleaved)}; a model class fixes it"
             )
-        sizes = {name: getattr(self, name) for name in ("head_dim", "rotary_dim", "max_position")}
-        if self.original_max_position is not None:
-            sizes["original_max_position"] = self.original_max_position
-        for name, size in sizes.items():
+        for name in ("head_dim", "rotary_dim", "max_position", "original_max_position"):
+            size = getattr(self, name)
+            if size is None and name == "original_max_position":
+                continue
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 yield f"{name} must be an int >= 1, got {shown(size)}"
             elif size >= 2**63:
@@ -122,18 +122,14 @@ class RopeSpec:
     def to_dict(self) -> dict[str, Any]:
         """The canonical form: a JSON object whose keys stand in a fixed order."""
         values = {name: getattr(self, name) for name in _FIELDS}
-        values["parameters"] = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in self.parameters.items()
-        }
+        given = self.parameters.items()
+        values["parameters"] = {name: list(value) if isinstance(value, tuple) else value for name, value in given}
         values["axes"] = None if self.axes is None else self.axes.to_dict()
         return {"schema_version": self.SCHEMA_VERSION, **values}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RopeSpec:
-        """Read the canonical form; nothing is defaulted and nothing is skipped.
-
-        Args:
-            data: what :meth:`to_dict` writes. It is not changed.
+        """Read the canonical form, which :meth:`to_dict` writes; nothing is defaulted and nothing is skipped.
 
         Raises:
             RopeConfigError: the version is unknown or absent, or a field or parameter is absent or extra.
@@ -183,17 +179,15 @@ class RopeSpec:
         """Read the rotary part of a transformers configuration, in the style of version 4 or 5.
 
         Args:
-            config: a configuration object or its dictionary (``config.json``): the rotary keys where the class keeps
-                them, with ``model_type``, ``max_position_embeddings`` and the width of a head at the top. It is not
-                changed.
+            config: a configuration object or its dictionary (``config.json``), which is not changed: the rotary keys
+                where the class keeps them, ``model_type``, ``max_position_embeddings`` and the width of a head.
             layer_type: which entry to read where each layer type has a rope of its own.
-            head_dim: width of a head, where the configuration does not say it. Of a class with ``qk_rope_head_dim``
-                (multi-head latent attention) the spec describes that part of a head, which goes through the rope alone.
+            head_dim: width of a head, where the configuration does not say it; for multi-head latent attention that of
+                the part which goes through the rope alone (``qk_rope_head_dim``).
             interleaved: pairing, where the configuration has no ``model_type`` or one that is not known.
             convention: what the keys cannot say. ``"serving"`` gives ``dynamic`` its fixed length, as SGLang does.
-                ``"dflash"`` and ``"eagle"`` read dictionaries of older draft models, which always paired halves;
-                A base that they leave out is the class's own. ``"eagle"`` refuses ``dynamic``, whose table depended
-                there on what had been decoded before.
+                ``"dflash"`` and ``"eagle"`` read older draft models: halves pair, and a base that is left out is the
+                class's own; ``"eagle"`` refuses ``dynamic``, whose table followed what was decoded before.
             max_position: longest sequence, where the configuration does not say it.
 
         Raises:
@@ -206,7 +200,7 @@ class RopeSpec:
         return spec
 
     def to_hf(self, model_type: str) -> dict[str, Any]:
-        """Write the rotary keys of a transformers 5 configuration for one model class.
+        """Write the rotary keys of a transformers 5 configuration for one model class; :meth:`from_hf` reads them back.
 
         Args:
             model_type: the class that will read them. It fixes the pairing, which the keys do not carry.
@@ -214,7 +208,6 @@ class RopeSpec:
         Returns:
             ``model_type``, ``head_dim`` (``qk_rope_head_dim`` for classes with latent attention),
             ``max_position_embeddings``, ``rope_parameters`` and, for classes that have the field, ``rope_interleave``.
-            :meth:`from_hf` reads the same spec back.
 
         Raises:
             RopeConfigError: the class has the other pairing or is not known, or would not read the same spec.
