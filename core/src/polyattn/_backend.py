@@ -52,7 +52,7 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
-        """Refuse what ``unsupported`` has reasons against; do all that reads values, synchronises, allocates by mask."""
+        """Refuse what ``unsupported`` has reasons against; then read values, synchronise and allocate by mask."""
         ...
 
     def attend(

@@ -150,7 +150,7 @@ def original(spec: RopeSpec) -> int:
 
 
 def host_frequencies(variant: RopeVariant, spec: RopeSpec, length: int | None) -> tuple[list[float], float, float]:
-    """The checked ``inv_freq``, ``attention_scaling``, ``position_scaling`` of ``variant`` for ``spec``, on the host."""
+    """What ``variant`` makes of ``spec``, checked, as host numbers: ``inv_freq`` and the two scalings."""
     with unset_fake_temporarily():
         found = variant.frequencies(spec, device=torch.device("cpu"), length=length)
     inv_freq, shape = found.inv_freq, (spec.rotary_dim // 2,)
