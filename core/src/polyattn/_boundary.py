@@ -125,11 +125,10 @@ def check_sinks(sinks: Tensor | None, request: AttentionRequest) -> None:
     _check_presence("sinks", sinks, request.has_sinks)
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor) or sinks.dtype not in FLOATING or tuple(sinks.shape) != (request.heads,):
+    need = (request.heads,)
+    if not isinstance(sinks, Tensor) or sinks.dtype not in FLOATING or tuple(sinks.shape) != need:
         got = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise AttentionInputError(
-            f"sinks must be one floating logit per query head, shape ({request.heads},), got {got}"
-        )
+        raise AttentionInputError(f"sinks must be one floating logit per query head, shape {need}, got {got}")
     if sinks.device != request.device:
         raise AttentionInputError(f"sinks must be on {request.device} like q, k and v, got {sinks.device}")
 

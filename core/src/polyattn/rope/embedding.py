@@ -37,13 +37,6 @@ class RotaryTables:
     interleaved: bool | None = None
     channels: tuple[Tensor, Tensor] | None = dataclasses.field(default=None, init=False, repr=False)
 
-    @classmethod
-    def paired(cls, cos: Tensor, sin: Tensor, *, interleaved: bool) -> RotaryTables:
-        """Tables with the factors of each channel made already, for one pairing."""
-        tables = cls(cos, sin, interleaved)
-        object.__setattr__(tables, "channels", tables.per_channel(interleaved=interleaved))
-        return tables
-
     def per_channel(self, *, interleaved: bool) -> tuple[Tensor, Tensor]:
         """Factors of each channel and of its partner, FP32 ``[B|1, S, rotary_dim]``."""
         if self.channels is not None and self.interleaved is interleaved:
@@ -114,9 +107,10 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if scaling != 1.0:
             cos, sin = cos * scaling, sin * scaling
-        if torch.compiler.is_compiling():
-            return RotaryTables(cos, sin, self.spec.interleaved)
-        return RotaryTables.paired(cos, sin, interleaved=self.spec.interleaved)
+        tables = RotaryTables(cos, sin, self.spec.interleaved)
+        if not torch.compiler.is_compiling():
+            object.__setattr__(tables, "channels", tables.per_channel(interleaved=self.spec.interleaved))
+        return tables
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> tuple[Tensor, float]:
         """The angles in radians, FP32 ``[B|1, S, rotary_dim / 2]``, and the factor of their cosine and sine."""
