@@ -1,13 +1,12 @@
 """The backend protocol: what a backend implements, and what core does around it.
 
-Data flows one way: a layout and a request go into ``prepare``, which returns a :class:`PreparedAttention`; calling
-that with tensors validates them, applies the autocast rule and runs the backend's ``attend``.
+A layout and a request go into ``prepare``, which returns a :class:`PreparedAttention`; calling that with tensors
+validates them, applies the autocast rule and runs the backend's ``attend``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -53,12 +52,7 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
-        """Do all that reads values, synchronises or allocates by mask.
-
-        Raises:
-            UnsupportedAttentionError: ``unsupported`` has reasons.
-            LayoutError: the layout does not fit the request.
-        """
+        """Refuse what ``unsupported`` has reasons against; then read values, synchronise and allocate by mask."""
         ...
 
     def attend(
@@ -91,25 +85,29 @@ class PreparedAttention:
     layout: MaskLayout
     request: AttentionRequest
     state: Any = None
-    _shapes: tuple[tuple[int, ...], ...] = dataclasses.field(init=False, repr=False)
     autocast_kind: str | None = dataclasses.field(init=False, repr=False)
+    _shapes: tuple[tuple[int, ...], ...] = dataclasses.field(init=False, repr=False)
+    _lse_dtype: torch.dtype = dataclasses.field(init=False, repr=False)
     _plain: bool = dataclasses.field(init=False, repr=False)
-    _refusal: Callable[[tuple[Tensor, ...]], None] | None = dataclasses.field(init=False, repr=False)
-    _answer: tuple[tuple[int, ...], torch.dtype] = dataclasses.field(init=False, repr=False)
+    _first_order: bool = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        request = self.request
-        object.__setattr__(self, "_shapes", _boundary.expected_shapes(self.layout, request))
-        shape = (request.batch, request.heads, self.layout.q_len, request.v_head_dim)
-        object.__setattr__(self, "_answer", (shape, accumulation_dtype(request.dtype)))
-        kind = request.device.type
-        object.__setattr__(self, "autocast_kind", kind if knows_autocast(kind) else None)
-        object.__setattr__(self, "_plain", not request.has_bias and not request.has_sinks)
-        second_order = "second_order" in getattr(self.backend, "abilities", ())
-        refusal = None if second_order else functools.partial(_derivatives.refuse_other_derivatives, self.backend.name)
-        object.__setattr__(self, "_refusal", refusal)
-        if not torch.compiler.is_compiling() and hooks.installed("polyattn_prepared"):
-            hooks.call("polyattn_prepared", prepared=self)
+        request, kind = self.request, self.request.device.type
+        first_order = "second_order" not in getattr(self.backend, "abilities", ())
+        decided = {
+            "autocast_kind": kind if knows_autocast(kind) else None,
+            "_shapes": _boundary.expected_shapes(self.layout, request),
+            "_lse_dtype": accumulation_dtype(request.dtype),
+            "_plain": not request.has_bias and not request.has_sinks,
+            "_first_order": first_order,
+        }
+        for name, value in decided.items():
+            object.__setattr__(self, name, value)
+        if not torch.compiler.is_compiling():
+            if first_order and request.needs_grad:  # now: a call may run under a mode that counts operations
+                _derivatives.refusal(self.backend.name, 0)
+            if hooks.installed("polyattn_prepared"):
+                hooks.call("polyattn_prepared", prepared=self)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, sinks: Tensor | None = None
@@ -130,7 +128,7 @@ class PreparedAttention:
                 compiled graphs.
         """
         request = self.request
-        q_shape, k_shape, v_shape = self._shapes
+        q_shape, k_shape, v_shape, shape = self._shapes
         device = request.device
         try:
             fits = (
@@ -149,12 +147,10 @@ class PreparedAttention:
             q, k, v = cast_for_autocast(q), cast_for_autocast(k), cast_for_autocast(v)
         dtype = request.dtype
         if q.dtype is not dtype or k.dtype is not dtype or v.dtype is not dtype:
-            _boundary.raise_dtype_mismatch(q, k, v, request)
+            _boundary.raise_mismatch(q, k, v, self.layout, request)
         if not (self._plain and bias is None and sinks is None):
-            _boundary.check_bias(bias, self.layout, request)
+            bias = _boundary.checked_bias(bias, self.layout, request)
             _boundary.check_sinks(sinks, request)
-            if bias is not None:
-                bias = _boundary.narrowed_bias(bias, dtype)
         if not request.needs_grad and (q.requires_grad or k.requires_grad or v.requires_grad or not self._plain):
             _boundary.check_gradients(q, k, v, bias, sinks)
         if not request.deterministic and torch.are_deterministic_algorithms_enabled():
@@ -165,27 +161,22 @@ class PreparedAttention:
         if torch.compiler.is_compiling():
             # Dynamo refuses an autograd function that gets one tensor twice, as when k is v.
             return self.backend.attend(q, k.view_as(k), v.view_as(v), self, bias=bias, sinks=sinks)
-        refusal = self._refusal
-        if refusal is not None and _derivatives.transforming():
+        if self._first_order and _derivatives.transforming():
             _derivatives.refuse_transforms(self.backend.name)
         result = self.backend.attend(q, k, v, self, bias=bias, sinks=sinks)
-        shape, lse_dtype = self._answer
         try:
             output, lse = result.output, result.lse
             right = output.shape == shape and output.dtype is dtype
             if request.needs_lse:
-                right = right and lse is not None and lse.shape == shape[:3] and lse.dtype is lse_dtype
+                right = right and lse is not None and lse.shape == shape[:3] and lse.dtype is self._lse_dtype
         except AttributeError:
             right = False
         if not right:
             _boundary.raise_wrong_result(result, self.backend.name, self.layout, request)
-        if refusal is not None and request.needs_grad:
-            node = output.grad_fn
-            if node is not None:
-                node.register_prehook(refusal)
-            node = None if lse is None else lse.grad_fn
-            if node is not None:
-                node.register_prehook(refusal)
+        if self._first_order and request.needs_grad:
+            _derivatives.refuse_others(self.backend.name, output)
+            if lse is not None:
+                _derivatives.refuse_others(self.backend.name, lse)
         return result
 
 
@@ -286,10 +277,7 @@ class BackendBase:
         return self.name
 
     def configure(self, options: Any) -> Self:
-        """A backend with other options.
-
-        Args:
-            options: an instance of ``Options`` or a mapping of its fields.
+        """A backend with other options: an instance of ``Options``, or a mapping of its fields.
 
         Raises:
             ConfigError: an option is unknown or of the wrong type; the message lists the fields.

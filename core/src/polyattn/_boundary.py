@@ -1,8 +1,4 @@
-"""The one validation of layouts and tensors that all backends share.
-
-``check_layout`` runs once, before a backend prepares. ``check_call`` runs before every ``attend``; its first
-comparison is against shapes cached at prepare time, so that a correct call costs a few microseconds.
-"""
+"""The one validation of layouts and tensors that all backends share: before they prepare, and before they attend."""
 
 from __future__ import annotations
 
@@ -19,11 +15,7 @@ from polyattn.messages import shown
 
 
 def check_layout_type(layout: object, name: str = "layout") -> None:
-    """Refuse what is not a layout, such as a raw mask, before anything is read off it.
-
-    Raises:
-        LayoutError: says what it is and how to make a layout of it.
-    """
+    """Refuse what is not a layout, such as a raw mask, before anything is read off it."""
     if not isinstance(layout, MaskLayout):
         got = shown(layout) if isinstance(layout, str) else type(layout).__name__
         raise LayoutError(
@@ -33,11 +25,7 @@ def check_layout_type(layout: object, name: str = "layout") -> None:
 
 
 def check_layout(layout: MaskLayout, request: AttentionRequest) -> None:
-    """Refuse a layout that cannot describe the tensors of ``request``.
-
-    Raises:
-        LayoutError: batch, heads or device of the layout do not fit the request; all faults in one message.
-    """
+    """Refuse a layout whose batch, heads or device do not fit the tensors of ``request``, in one message."""
     problems = []
     if layout.batch not in (1, request.batch):
         problems.append(
@@ -59,39 +47,33 @@ def check_layout(layout: MaskLayout, request: AttentionRequest) -> None:
         raise LayoutError("; ".join(problems))
 
 
-def expected_shapes(
-    layout: MaskLayout, request: AttentionRequest
-) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """The shapes of q, k and v that ``layout`` and ``request`` describe."""
+def expected_shapes(layout: MaskLayout, request: AttentionRequest) -> tuple[tuple[int, int, int, int], ...]:
+    """The shapes of q, k, v and the output that ``layout`` and ``request`` describe."""
     b, h, g = request.batch, request.heads, request.kv_heads
     return (
         (b, h, layout.q_len, request.head_dim),
         (b, g, layout.kv_len, request.head_dim),
         (b, g, layout.kv_len, request.v_head_dim),
+        (b, h, layout.q_len, request.v_head_dim),
     )
 
 
-def raise_mismatch(q: Tensor, k: Tensor, v: Tensor, layout: MaskLayout, request: AttentionRequest) -> None:
-    """Raise the error that says how q, k and v differ in type, shape or device from what was prepared."""
+def raise_mismatch(q: Tensor, k: Tensor, v: Tensor, layout: MaskLayout, request: AttentionRequest) -> NoReturn:
+    """Raise the error that says how q, k and v differ from what was prepared."""
     check_qkv(q, k, v)
     problems = []
     if q.shape[0] != request.batch:
         problems.append(f"batch: prepared for {request.batch}, got {q.shape[0]}")
     if q.device != request.device:
         problems.append(f"device: prepared for {request.device}, got {q.device}")
-    names = ("q", "k", "v")
-    for name, x, shape in zip(names, (q, k, v), expected_shapes(layout, request), strict=True):
+    for name, x, shape in zip("qkv", (q, k, v), expected_shapes(layout, request), strict=False):
         if tuple(x.shape) != shape:
             problems.append(f"{name}: prepared for shape {shape}, got {tuple(x.shape)}")
-    raise AttentionInputError(
-        "q, k and v must match what was prepared (layout and request): "
-        + "; ".join(problems)
-        + "; prepare again for these tensors"
-    )
-
-
-def raise_dtype_mismatch(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> None:
-    """Raise the error that says how the dtypes differ from what was prepared."""
+    if problems:
+        raise AttentionInputError(
+            f"q, k and v must match what was prepared (layout and request): {'; '.join(problems)}; "
+            "prepare again for these tensors"
+        )
     raise AttentionInputError(
         f"q, k and v must have the prepared dtype {request.dtype} after the autocast rule, "
         f"got q {q.dtype}, k {k.dtype}, v {v.dtype}; cast them, or prepare under the same autocast state"
@@ -107,12 +89,14 @@ def check_gradients(*tensors: Tensor | None) -> None:
         )
 
 
-def check_bias(bias: Tensor | None, layout: MaskLayout, request: AttentionRequest) -> None:
-    """Refuse a bias that was not prepared for, or whose type, shape or device is wrong."""
-    if (bias is not None) is not request.has_bias:
-        raise AttentionInputError(_slipped_in("bias", request.has_bias))
+def checked_bias(bias: Tensor | None, layout: MaskLayout, request: AttentionRequest) -> Tensor | None:
+    """The bias in a dtype that the scores have, if it was prepared for and has the right type, shape and device.
+
+    FP64 becomes FP32 unless q, k and v are FP64 too; a finite bias stays finite, since only ``-inf`` blocks a key.
+    """
+    _check_presence("bias", bias, request.has_bias)
     if bias is None:
-        return
+        return None
     if not isinstance(bias, Tensor) or bias.dtype not in FLOATING:
         got = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise AttentionInputError(
@@ -130,14 +114,7 @@ def check_bias(bias: Tensor | None, layout: MaskLayout, request: AttentionReques
             "bias requires grad but the request was made with needs_bias_grad=False; make it with "
             "AttentionRequest.of(q, k, v, bias=bias), or pass bias.detach()"
         )
-
-
-def narrowed_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """``bias`` in a dtype that scores of q, k and v in ``dtype`` have: FP64 becomes FP32 unless they are FP64 too.
-
-    A finite bias stays finite, since only ``-inf`` blocks a key.
-    """
-    if bias.dtype is not torch.float64 or dtype is torch.float64:
+    if bias.dtype is not torch.float64 or request.dtype is torch.float64:
         return bias
     limit = torch.finfo(torch.float32).max
     return torch.where(bias.isinf(), bias, bias.clamp(-limit, limit)).float()
@@ -145,22 +122,20 @@ def narrowed_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_sinks(sinks: Tensor | None, request: AttentionRequest) -> None:
     """Refuse sink logits that were not prepared for, or whose type, shape or device is wrong."""
-    if (sinks is not None) is not request.has_sinks:
-        raise AttentionInputError(_slipped_in("sinks", request.has_sinks))
+    _check_presence("sinks", sinks, request.has_sinks)
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor) or sinks.dtype not in FLOATING or tuple(sinks.shape) != (request.heads,):
+    need = (request.heads,)
+    if not isinstance(sinks, Tensor) or sinks.dtype not in FLOATING or tuple(sinks.shape) != need:
         got = f"{sinks.dtype} {tuple(sinks.shape)}" if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise AttentionInputError(
-            f"sinks must be one floating logit per query head, shape ({request.heads},), got {got}"
-        )
+        raise AttentionInputError(f"sinks must be one floating logit per query head, shape {need}, got {got}")
     if sinks.device != request.device:
         raise AttentionInputError(f"sinks must be on {request.device} like q, k and v, got {sinks.device}")
 
 
 def raise_wrong_result(result: object, backend: str, layout: MaskLayout, request: AttentionRequest) -> NoReturn:
     """Raise the error that says what about an answer of ``attend`` breaks the conventions."""
-    shape = (request.batch, request.heads, layout.q_len, request.v_head_dim)
+    shape = expected_shapes(layout, request)[3]
     lse_dtype = accumulation_dtype(request.dtype)
     for name, need in (("output", (shape, request.dtype)), ("lse", (shape[:3], lse_dtype))):
         if not hasattr(result, name):
@@ -179,10 +154,13 @@ def wrong_answer(backend: str, need: str, got: str) -> PolyattnError:
     )
 
 
-def _slipped_in(name: str, prepared_with: bool) -> str:
-    if prepared_with:
-        return f"{name} must be given: the request was made with has_{name}=True, got None; prepare without it instead"
-    return (
-        f"{name} must not be given: the request was made with has_{name}=False; "
-        f"prepare with has_{name}=True (AttentionRequest.of(q, k, v, {name}={name}))"
-    )
+def _check_presence(name: str, given: object, prepared: bool) -> None:
+    if prepared and given is None:
+        raise AttentionInputError(
+            f"{name} must be given: the request was made with has_{name}=True, got None; prepare without it instead"
+        )
+    if given is not None and not prepared:
+        raise AttentionInputError(
+            f"{name} must not be given: the request was made with has_{name}=False; "
+            f"prepare with has_{name}=True (AttentionRequest.of(q, k, v, {name}={name}))"
+        )

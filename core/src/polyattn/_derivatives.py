@@ -6,6 +6,8 @@ mode, batched gradients and differentiating twice go to a backend with the abili
 
 from __future__ import annotations
 
+import functools
+from collections import OrderedDict
 from typing import NoReturn
 
 import torch
@@ -26,19 +28,35 @@ def refuse_transforms(backend: str) -> NoReturn:
     )
 
 
-def refuse_other_derivatives(backend: str, grads: tuple[Tensor | None, ...]) -> None:
-    """Raise where the gradient gets a graph (``create_graph=True``) or is batched; a hook that runs before a backward.
+def refuse_others(backend: str, result: Tensor | None) -> None:
+    """Let the backward of ``result`` raise where the gradient gets a graph (``create_graph=True``) or is batched."""
+    node = None if result is None else result.grad_fn
+    if node is not None:
+        assert result is not None
+        node._register_hook_dict(refusal(backend, result.output_nr))  # noqa: SLF001
 
-    A hook on the node, not on the tensor: ``Tensor.register_hook`` costs five times as much.
+
+@functools.lru_cache(maxsize=256)
+def refusal(backend: str, place: int) -> Tensor:
+    """A tensor that carries the hook of :func:`refuse_others` for the output ``place`` of a node.
+
+    A node takes over a tensor's hooks by one call; ``Node.register_prehook`` makes a dictionary and a handle each time.
     """
-    if torch.is_grad_enabled():  # backward runs its hooks in grad mode only then
-        raise NotImplementedError(
-            f"backend '{backend}' has no second derivatives (create_graph=True); use the backend 'eager'"
-        )
-    if torch.compiler.is_compiling():  # compiled autograd traces the hook, and knows no batched tensors
-        return
-    if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):  # noqa: SLF001
-        raise NotImplementedError(
-            f"backend '{backend}' takes no batched gradients (is_grads_batched=True, vectorize=True); ask for one "
-            "after the other, or use the backend 'eager'"
-        )
+
+    def refuse(grad: Tensor | None) -> None:
+        if torch.is_grad_enabled():  # backward runs its hooks in grad mode only then
+            raise NotImplementedError(
+                f"backend '{backend}' has no second derivatives (create_graph=True); use the backend 'eager'"
+            )
+        if torch.compiler.is_compiling():  # compiled autograd traces the hook, and knows no batched tensors
+            return
+        if grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad):  # noqa: SLF001
+            raise NotImplementedError(
+                f"backend '{backend}' takes no batched gradients (is_grads_batched=True, vectorize=True); ask for one "
+                "after the other, or use the backend 'eager'"
+            )
+
+    with torch.inference_mode(False), torch.enable_grad():
+        carrier = torch.zeros(place + 1, device="meta", requires_grad=True).unbind()[place]
+    carrier._backward_hooks = OrderedDict({0: refuse})  # noqa: SLF001
+    return carrier

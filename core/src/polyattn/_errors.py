@@ -1,24 +1,4 @@
-"""Every exception that polyattn raises on purpose.
-
-::
-
-    PolyattnError
-    ├── PluginNotFoundError(LookupError, ValueError)    no installed plugin has that name
-    │   ├── UnknownBackendError
-    │   └── UnknownRopeVariantError
-    ├── DuplicatePluginError                    two distributions claim one name
-    ├── BackendLoadError(ImportError)           a plugin raised while it was imported or checked
-    ├── IncompatiblePluginError                 a plugin speaks another api_version
-    ├── BlockedPluginError                      an allow list or a disable list forbids the plugin
-    ├── UnsupportedAttentionError(ValueError)   a backend refuses; carries every reason
-    ├── LayoutError(ValueError)                 a mask layout contradicts itself or the tensors
-    ├── AttentionInputError(ValueError)         q, k, v, bias or sinks break the conventions
-    ├── RopeConfigError(ValueError)             a rotary spec is incomplete or contradictory
-    └── ConfigError(ValueError)                 a configuration file or value is wrong
-
-All of them survive pickling with their attributes, so that an error raised in a worker process
-reads the same in the parent.
-"""
+"""Every exception that polyattn raises on purpose; all survive pickling with their attributes."""
 
 from __future__ import annotations
 
@@ -32,8 +12,9 @@ class PolyattnError(Exception):
     """Base of every error that polyattn raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle as cls(*args); attributes that __init__ derived travel in __dict__.
-        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+        # Exceptions pickle as cls(*args); what __init__ derived is in __dict__, but for the name of an ImportError.
+        name = {"name": self.name} if isinstance(self, ImportError) else {}
+        return (_rebuild, (type(self), self.args, {**self.__dict__, **name}))
 
 
 def _rebuild(cls: type[PolyattnError], args: tuple[Any, ...], state: dict[str, Any]) -> PolyattnError:
@@ -47,8 +28,7 @@ def _rebuild(cls: type[PolyattnError], args: tuple[Any, ...], state: dict[str, A
 class PluginNotFoundError(PolyattnError, LookupError, ValueError):
     """No installed plugin has the name; the message lists what is installed and what to do.
 
-    It is a ``ValueError`` too, because the name is a value of a configuration: validators such as pydantic's take it
-    for one fault among others.
+    A ``ValueError`` too, since validators of configurations such as pydantic's take that for one fault among others.
     """
 
 
@@ -74,10 +54,6 @@ class _PluginError(PolyattnError):
         self.name = name
         self.dist = dist
         self.version = version
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # ImportError keeps its name outside of __dict__.
-        return (_rebuild, (type(self), self.args, {**self.__dict__, "name": self.name}))
 
 
 class BackendLoadError(_PluginError, ImportError):
@@ -113,18 +89,14 @@ class UnsupportedAttentionError(PolyattnError, ValueError):
         self.reasons: tuple[Reason, ...] = tuple(reasons)
         self.alternatives: tuple[str, ...] | None = None if alternatives is None else tuple(alternatives)
         self.not_asked: tuple[str, ...] = tuple(not_asked)
-        lines = [f"backend '{backend}' cannot do this attention:"]
-        lines += [f"  - {reason}" for reason in self.reasons]
+        lines = [f"backend '{backend}' cannot do this attention:", *(f"  - {reason}" for reason in self.reasons)]
         if self.alternatives:
             lines.append(f"  installed backends that can: {', '.join(self.alternatives)}")
         elif self.alternatives is not None and not self.not_asked:
             lines.append("  no installed backend can; `polyattn explain` shows each one's reasons")
         if self.not_asked:
-            names = ", ".join(self.not_asked)
-            lines.append(
-                f"  not asked, because they are not loaded: {names}; `polyattn explain` or explain(layout, request) "
-                "asks them"
-            )
+            asleep = f"  not asked, because they are not loaded: {', '.join(self.not_asked)}"
+            lines.append(f"{asleep}; `polyattn explain` or explain(layout, request) asks them")
         super().__init__("\n".join(lines))
 
 

@@ -8,7 +8,6 @@ from polyattn._backend import AttentionBackend, AttentionResult
 from polyattn._boundary import check_layout_type
 from polyattn._errors import AttentionInputError, LayoutError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
-from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 from polyattn.messages import shown
 from polyattn.select import prepare, resolve_backend
@@ -46,10 +45,6 @@ def attention(
         sinks: floating ``[Hq]``, one extra logit per head without a value.
         return_lse: also return the log-sum-exp; its gradient flows when q, k or the bias requires grad.
 
-    Returns:
-        ``AttentionResult(output, lse)``: output ``[B, Hq, Q, Dv]``, exactly 0 for rows that see nothing; lse
-        ``[B, Hq, Q]`` or ``None``.
-
     Raises:
         AttentionInputError: tensors or scalars break the conventions.
         LayoutError: the layout does not fit the tensors.
@@ -75,7 +70,8 @@ def attention(
         )
     except AttentionInputError as error:
         # A backend that cannot run on the device at all says so before anything is said about dtypes.
-        reasons = _device_reasons(chosen, q)
+        ask = getattr(chosen, "device_reasons", None)
+        reasons = () if ask is None or not isinstance(q, Tensor) else tuple(ask(q.device))
         if reasons:
             raise UnsupportedAttentionError(chosen.name, reasons) from error
         raise
@@ -88,8 +84,3 @@ def attention(
             f"got q_len={layout.q_len} and kv_len={layout.kv_len}; {hint}"
         )
     return prepare(chosen, layout, request)(q, k, v, bias=bias, sinks=sinks)
-
-
-def _device_reasons(backend: AttentionBackend, q: object) -> tuple[Reason, ...]:
-    ask = getattr(backend, "device_reasons", None)
-    return () if ask is None or not isinstance(q, Tensor) else tuple(ask(q.device))

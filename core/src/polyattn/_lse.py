@@ -25,9 +25,6 @@ def merge(results: Sequence[AttentionResult]) -> AttentionResult:
     Returns:
         The merged result in the output dtype of the parts; differentiable in every output and LSE. Weights are
         computed in the LSE's dtype and cast once.
-
-    Raises:
-        AttentionInputError: no part, a part without LSE, or shapes, dtypes or devices that differ.
     """
     outputs, lses = _parts(results)
     dtype = outputs[0].dtype
@@ -46,20 +43,19 @@ def merge(results: Sequence[AttentionResult]) -> AttentionResult:
 def _parts(results: object) -> tuple[list[Tensor], list[Tensor]]:
     if not isinstance(results, Iterable):
         raise AttentionInputError(f"results must be a sequence of AttentionResult, got {type(results).__name__}")
-    outputs, lses = [], []
+    outputs: list[Tensor] = []
+    lses: list[Tensor] = []
     for index, result in enumerate(results):
         if not isinstance(result, AttentionResult):
             raise AttentionInputError(f"results[{index}] must be an AttentionResult, got {type(result).__name__}")
-        if result.lse is None:
+        output, lse = result.output, result.lse
+        if lse is None:
             raise AttentionInputError(
                 f"results[{index}].lse must be a tensor, got None; run the part with return_lse=True (needs_lse)"
             )
-        outputs.append(result.output)
-        lses.append(result.lse)
-    if not outputs:
-        raise AttentionInputError("results must hold at least one AttentionResult, got none")
-    first = outputs[0]
-    for index, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        outputs.append(output)
+        lses.append(lse)
+        first = outputs[0]
         if output.shape != first.shape or output.dtype != first.dtype or output.device != first.device:
             raise AttentionInputError(
                 "results must be parts of the same queries: "
@@ -71,4 +67,6 @@ def _parts(results: object) -> tuple[list[Tensor], list[Tensor]]:
                 f"results[{index}].lse must be {lses[0].dtype} {tuple(output.shape[:-1])}, "
                 f"got {lse.dtype} {tuple(lse.shape)}"
             )
+    if not outputs:
+        raise AttentionInputError("results must hold at least one AttentionResult, got none")
     return outputs, lses

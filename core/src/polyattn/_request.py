@@ -1,28 +1,23 @@
-"""What one attention call asks for, and why a backend may refuse it.
-
-``AttentionRequest`` holds everything that a backend must know before it sees tensor data: sizes,
-dtype, device and features. It is a value (frozen, hashable), so equal requests share prepared state.
-"""
+"""What one attention call asks for: sizes, dtype, device and features, all that a backend must know before the data."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from polyattn._errors import AttentionInputError
+from polyattn._tensors import check_qkv, compute_dtype
 from polyattn.messages import is_number, shown
 
-if TYPE_CHECKING:
-    import torch
-
-
-_MOST_FLOAT32 = 3.4028234663852886e38
+_MOST_FLOAT32 = torch.finfo(torch.float32).max
 _WIDEST = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest:
-    """Everything but the mask that one attention call asks for.
+    """Everything but the mask that one attention call asks for; a value, so that equal requests share prepared state.
 
     Attributes:
         batch: B of the tensors; a layout of batch 1 is expanded to it.
@@ -65,8 +60,6 @@ class AttentionRequest:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        import torch
-
         problems = []
         for name in ("batch", "heads", "kv_heads", "head_dim", "v_head_dim"):
             value = getattr(self, name)
@@ -87,18 +80,14 @@ class AttentionRequest:
             value = getattr(self, name)
             if isinstance(value, int) and is_number(value):
                 object.__setattr__(self, name, float(value))
-        if self.scale is None:
-            if not problems:
-                object.__setattr__(self, "scale", self.head_dim**-0.5)
-        elif not self._is_finite(self.scale):
-            problems.append(f"scale must be a finite number or None, got {shown(self.scale)}{self._limit(self.scale)}")
+        if self.scale is not None:
+            problems += self._faults("scale", "a finite number or None")
+        elif not problems:
+            object.__setattr__(self, "scale", self.head_dim**-0.5)
         if not is_number(self.dropout_p) or not 0.0 <= self.dropout_p < 1.0:
             problems.append(f"dropout_p must lie in [0, 1), got {shown(self.dropout_p)}")
-        if self.softcap is not None and not (self._is_finite(self.softcap) and self.softcap > 0):
-            problems.append(
-                "softcap must be a positive finite number or None, got "
-                f"{shown(self.softcap)}{self._limit(self.softcap)}; None turns it off"
-            )
+        if self.softcap is not None:
+            problems += self._faults("softcap", "a positive finite number or None", "; None turns it off")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} must be True or False, got {shown(getattr(self, name))}")
@@ -109,21 +98,15 @@ class AttentionRequest:
         if problems:
             raise AttentionInputError("; ".join(problems))
 
-    def _is_finite(self, value: object) -> bool:
-        """Whether a number is one also in the dtype in which scores are computed."""
-        return is_number(value) and (self._in_float64 or abs(value) <= _MOST_FLOAT32)  # type: ignore[arg-type]
-
-    def _limit(self, value: object) -> str:
-        """What a finite number that is refused exceeds."""
-        if self._is_finite(value) or not is_number(value):
-            return ""
-        return f", which is not finite in FP32, in which scores are computed (at most {_MOST_FLOAT32:.4g})"
-
-    @property
-    def _in_float64(self) -> bool:
-        import torch
-
-        return self.dtype is torch.float64
+    def _faults(self, name: str, need: str, hint: str = "") -> list[str]:
+        """What is wrong with a factor of the scores, which must be finite also in the dtype of the scores."""
+        value, limit = getattr(self, name), ""
+        if is_number(value):
+            if self.dtype is not torch.float64 and abs(value) > _MOST_FLOAT32:
+                limit = f", which is not finite in FP32, in which scores are computed (at most {_MOST_FLOAT32:.4g})"
+            elif name == "scale" or value > 0:
+                return []
+        return [f"{name} must be {need}, got {shown(value)}{limit}{hint}"]
 
     @property
     def dropout(self) -> float:
@@ -138,12 +121,12 @@ class AttentionRequest:
     @classmethod
     def of(
         cls,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
-        bias: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
+        bias: Tensor | None = None,
+        sinks: Tensor | None = None,
         scale: float | None = None,
         dropout_p: float = 0.0,
         training: bool = False,
@@ -162,27 +145,20 @@ class AttentionRequest:
             q: ``[B, Hq, Q, D]``.
             k: ``[B, Hkv, K, D]``.
             v: ``[B, Hkv, K, Dv]``.
-            bias: the bias of the call, if it is at hand; gives ``has_bias`` and ``needs_bias_grad``.
-            sinks: the sink logits of the call, if they are at hand; gives ``has_sinks``.
+            bias: gives ``has_bias`` and ``needs_bias_grad``, if it is at hand.
+            sinks: likewise ``has_sinks``.
 
-        Every other keyword is the attribute of that name; ``None`` means: read it off the tensors and
-        off torch's modes (grad mode, autocast, deterministic algorithms).
+        Every other keyword is the attribute of that name; ``None`` means: read it off the tensors and torch's modes
+        (grad mode, autocast, deterministic algorithms).
 
         Raises:
             AttentionInputError: shapes, dtypes or devices contradict each other, or a scalar is out of range.
         """
-        import torch
-
-        from polyattn._tensors import check_qkv, compute_dtype
-
         check_qkv(q, k, v)
-
         grad = torch.is_grad_enabled()
         bias_grad = grad and getattr(bias, "requires_grad", False)
-        scores_grad = needs_lse and (bias_grad or (grad and (q.requires_grad or k.requires_grad)))
-        any_grad = bias_grad or (
-            grad and (q.requires_grad or k.requires_grad or v.requires_grad or getattr(sinks, "requires_grad", False))
-        )
+        qk_grad = grad and (q.requires_grad or k.requires_grad)
+        any_grad = bias_grad or qk_grad or (grad and (v.requires_grad or getattr(sinks, "requires_grad", False)))
         return cls(
             batch=q.shape[0],
             heads=q.shape[1],
@@ -200,7 +176,7 @@ class AttentionRequest:
             needs_grad=any_grad if needs_grad is None else needs_grad,
             needs_bias_grad=bias_grad if needs_bias_grad is None else needs_bias_grad,
             needs_lse=needs_lse,
-            needs_lse_grad=scores_grad if needs_lse_grad is None else needs_lse_grad,
+            needs_lse_grad=needs_lse and (bias_grad or qk_grad) if needs_lse_grad is None else needs_lse_grad,
             deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         )
 

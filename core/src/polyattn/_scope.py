@@ -7,6 +7,7 @@ every module boundary to cast their tensors, which would turn FP32 tables into B
 from __future__ import annotations
 
 import dataclasses
+from operator import is_
 from typing import Any
 
 import torch
@@ -36,10 +37,6 @@ class AttentionScope:
             ``None`` when ``layout`` already is that mask.
         length: of the sequence (largest position + 1, cached keys included), for rotary specs whose frequencies depend
             on it; a host int, never read off the positions.
-
-    Raises:
-        LayoutError: a layout is not a :class:`MaskLayout`.
-        AttentionInputError: ``length`` is not an int >= 0.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class AttentionScope:
     @property
     def builds(self) -> dict[str, int]:
         """How many masks and how many rotary tables were built: ``{"attention": n, "rotary": n}``."""
-        return {kind: len(self.kept(kind)) for kind in ("attention", "rotary")}
+        return {kind: len(self._kept.get(kind, ())) for kind in ("attention", "rotary")}
 
     def kept(self, kind: str) -> list[Any]:
         """What was kept of this kind, in the order in which it was built."""
@@ -93,12 +90,8 @@ class AttentionScope:
             things: tensors and layouts that it depends on, known again by identity.
         """
         for known_key, known_things, value in self._kept.get(kind, ()):
-            if known_key == key:
-                for known, thing in zip(known_things, things, strict=True):
-                    if known is not thing and not _is_alias(known, thing):
-                        break
-                else:
-                    return value
+            if known_key == key and (all(map(is_, known_things, things)) or all(map(_is_same, known_things, things))):
+                return value
         return None
 
     def keep(self, kind: str, key: object, value: Any, *things: object) -> None:
@@ -122,9 +115,9 @@ class AttentionScope:
             request: what the layer asks for. State prepared with ``needs_grad`` also serves a request without.
             layout: another layout than the scope's, for instance for context keys.
             window: the layer's window; the narrower of it and the layout's own holds.
-            positions: Int ``[B|1, Q]``, by which the window measures distances over a layout that does not say itself
-                where its queries stand (dense, a ``mask_mod``, full and others without causality); see
-                :meth:`MaskLayout.with_window`. Found again by identity.
+            positions: Int ``[B|1, Q]``, found again by identity, by which the window measures distances over a layout
+                that does not say where its queries stand (dense, a ``mask_mod``, others without causality); see
+                :meth:`MaskLayout.with_window`.
             kv_positions: Int ``[B|1, C]``, of keys that come before those of the queries.
 
         Raises:
@@ -138,7 +131,11 @@ class AttentionScope:
         else:
             check_layout_type(layout)
         if window is not None:
-            layout = self._narrowed(layout, window, positions, kv_positions)
+            places = (None, None) if positions is None or is_placed(layout) else (positions, kv_positions)
+            whole, layout = layout, self.find("window", window, layout, *places)
+            if layout is None:
+                layout = _windowed(whole, window, *places)
+                self.keep("window", window, layout, whole, *places)
         found = self.find("attention", (resolved, request), layout)
         if found is None and "attention" in self._kept and not request.needs_grad:
             # The first pass of reentrant checkpointing runs without grad; the state of the real forward serves it.
@@ -168,24 +165,9 @@ class AttentionScope:
             self.keep("rotary", rule, tables, positions)
         return tables
 
-    def _narrowed(
-        self, layout: MaskLayout, window: int, positions: Tensor | None, kv_positions: Tensor | None
-    ) -> MaskLayout:
-        """The layout under a window."""
-        if positions is None or is_placed(layout):
-            positions = kv_positions = None
-        narrowed: MaskLayout | None = self.find("window", window, layout, positions, kv_positions)
-        if narrowed is None:
-            narrowed = _windowed(layout, window, positions, kv_positions)
-            self.keep("window", window, narrowed, layout, positions, kv_positions)
-        return narrowed
-
 
 def _windowed(layout: MaskLayout, window: int, positions: Tensor | None, kv_positions: Tensor | None) -> MaskLayout:
-    """The layout under a window that measures by the positions, or by the indices where that is the same.
-
-    By indices a structure stays what it is, without a tensor to read or to compare with.
-    """
+    """The layout under a window, measured by positions; by indices, without a tensor, where that is the same."""
     if positions is None:
         return layout.with_window(window)
     positions = _wide(positions)
@@ -219,12 +201,13 @@ def _wide(positions: Tensor) -> Tensor:
     return positions.long() if narrow else positions
 
 
-def _is_alias(known: object, given: object) -> bool:
-    """Whether ``given`` is the detached alias that reentrant checkpointing makes of a tensor."""
+def _is_same(known: object, given: object) -> bool:
+    """Whether ``given`` is ``known``, or the detached alias that reentrant checkpointing makes of a tensor."""
+    if known is given:
+        return True
     if torch.compiler.is_compiling() or not isinstance(known, Tensor) or not isinstance(given, Tensor):
         return False
-    if known.shape != given.shape or known.dtype is not given.dtype:
+    if known.shape != given.shape or known.dtype is not given.dtype or known.stride() != given.stride():
         return False
-    at_known, at_given = (known.storage_offset(), known.stride()), (given.storage_offset(), given.stride())
     aliases: bool = torch._C._is_alias_of(known, given)  # type: ignore[attr-defined]  # noqa: SLF001
-    return at_known == at_given and aliases
+    return aliases and bool(known.storage_offset() == given.storage_offset())

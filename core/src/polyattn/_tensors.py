@@ -1,11 +1,11 @@
 """The conventions of q, k and v that hold for every backend, checked without a layout; and tensors to save.
 
-q is ``[B, Hq, Q, D]``, k ``[B, Hkv, K, D]`` and v ``[B, Hkv, K, Dv]``; ``Hq % Hkv == 0``; one device; one
-dtype after the autocast rule. B, Q and K may be 0.
+``Hq % Hkv == 0``; one device; one dtype after the autocast rule. B, Q and K may be 0.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -43,9 +43,6 @@ def compute_dtype(q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     """The one dtype in which q, k and v are attended.
 
     Under autocast it is the autocast dtype, whatever the three are; only FP64 stays as it is, as torch leaves it.
-
-    Raises:
-        AttentionInputError: the dtypes still differ, or one is not a floating dtype of attention.
     """
     low = autocast_dtype(q.device)
     dtypes = [low if low is not None and x.dtype is not torch.float64 else x.dtype for x in (q, k, v)]
@@ -68,11 +65,7 @@ def cast_for_autocast(x: Tensor) -> Tensor:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse q, k and v whose types, ranks, sizes or devices contradict each other.
-
-    Raises:
-        AttentionInputError: one message names every fault, with the three shapes.
-    """
+    """Refuse q, k and v whose types, ranks, sizes or devices contradict each other; one message names every fault."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise AttentionInputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -109,18 +102,17 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def saveable(value: Any) -> Any:
-    """``value`` with ordinary copies of the inference tensors in it, which autograd cannot save for a backward.
-
-    Args:
-        value: a tensor, or tuples and dataclasses that hold some. What holds none is returned itself.
-    """
+    """``value`` (tensors, tuples, dataclasses) with ordinary copies of inference tensors: autograd saves no others."""
     if isinstance(value, Tensor):
         return value.clone() if value.is_inference() else value
-    if not isinstance(value, tuple) and not hasattr(type(value), "__dataclass_fields__"):
+    if isinstance(value, tuple):
+        old = list(value)
+    elif hasattr(type(value), "__dataclass_fields__"):
+        old = list(vars(value).values())
+    else:
         return value
-    old = list(value) if isinstance(value, tuple) else list(vars(value).values())
     new: list[Any] = [x if x is None or isinstance(x, int) else saveable(x) for x in old]
-    if all(a is b for a, b in zip(old, new, strict=True)):
+    if all(map(operator.is_, old, new)):
         return value
     if isinstance(value, tuple):
         return type(value)(new) if type(value) is tuple else type(value)(*new)

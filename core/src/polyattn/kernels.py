@@ -1,8 +1,9 @@
 """What authors of kernels share: plain functions on tensors, differentiable, on every device, traced by a compiler.
 
 Shapes are those of ``attend``: q ``[B, Hq, Q, D]``, k ``[B, Hkv, K, D]``, v ``[B, Hkv, K, Dv]``, output
-``[B, Hq, Q, Dv]`` and LSE ``[B, Hq, Q]``. A *fully masked row* is a query that sees no key, an *unseen key* one that no
-query sees. Neither may reach a kernel, since their NaN passes through products with zero::
+``[B, Hq, Q, Dv]`` and LSE ``[B, Hq, Q]``. A *fully masked row* is a query that sees no key (``rows``,
+``Bool[B|1, Hq|1, Q, 1]``), an *unseen key* one that no query sees (``keys``, ``Bool[B|1, Hkv|1, K, 1]``). Neither may
+reach a kernel, since their NaN passes through products with zero::
 
     rows, keys = fully_masked_rows(layout, request), unseen_keys(layout, request)  # in plan
     q, k, v = shut_out(q, k, v, rows, keys)  # in attend
@@ -99,22 +100,14 @@ def without(x: Tensor, hidden: Tensor | None) -> Tensor:
 def shut_out(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None, keys: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v for a kernel: 0 in fully masked ``rows`` and in unseen ``keys``, whose gradients are exactly 0.
-
-    Args:
-        q: ``[B, Hq, Q, D]``.
-        k: ``[B, Hkv, K, D]``.
-        v: ``[B, Hkv, K, Dv]``.
-        rows: ``Bool[B|1, Hq|1, Q, 1]``, or ``None``.
-        keys: ``Bool[B|1, Hkv|1, K, 1]``, or ``None``.
-    """
+    """q, k and v for a kernel: 0 in fully masked ``rows`` and in unseen ``keys``, whose gradients are exactly 0."""
     if keys is not None:
         k, v = torch.where(keys, 0.0, k), torch.where(keys, 0.0, v)
     return q if rows is None else torch.where(rows, 0.0, q), k, v
 
 
 def put_back(output: Tensor, lse: _L, rows: Tensor | None) -> tuple[Tensor, _L]:
-    """Output 0 and LSE ``-inf`` in fully masked ``rows`` (``Bool[B|1, Hq|1, Q, 1]``), whatever a kernel wrote there."""
+    """Output 0 and LSE ``-inf`` in fully masked ``rows``, whatever a kernel wrote there."""
     if rows is None:
         return output, lse
     return torch.where(rows, 0.0, output), None if lse is None else torch.where(rows.squeeze(-1), -torch.inf, lse)
@@ -131,10 +124,10 @@ def finished(
     """What ``attend`` returns, from what a kernel computed: rows put back, sinks applied, the LSE if it is asked for.
 
     Args:
-        output: ``[B, Hq, Q, Dv]`` without sinks.
-        lse: ``[B, Hq, Q]`` in the accumulation dtype; needed for sinks and where the request has ``needs_lse``.
+        output: without sinks.
+        lse: in the accumulation dtype; needed for sinks and where the request has ``needs_lse``.
         request: of the prepared attention.
-        rows: fully masked rows, ``Bool[B|1, Hq|1, Q, 1]``; ``None``: the kernel has written 0 and ``-inf`` itself.
+        rows: fully masked rows; ``None``: the kernel has written 0 and ``-inf`` itself.
         sinks: floating ``[Hq]``.
     """
     if rows is not None:
@@ -157,17 +150,12 @@ def apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     Returns:
         ``[B, Hq, Q, Dv]`` in the dtype of ``output``; exactly 0, with zero gradients, where ``lse`` is ``-inf``.
-
-    Raises:
-        AttentionInputError: shapes or devices do not fit each other, or an argument is not a tensor.
     """
     given = {"output": output, "lse": lse, "sinks": sinks}
     for name, x in given.items():
         if not isinstance(x, Tensor):
-            raise AttentionInputError(
-                f"{name} must be a tensor, got {type(x).__name__}"
-                + ("; run the attention with return_lse=True" if name == "lse" else "")
-            )
+            hint = "; run the attention with return_lse=True" if name == "lse" else ""
+            raise AttentionInputError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
     fits = output.dim() == 4 and lse.shape == output.shape[:3] and sinks.shape == output.shape[1:2]
     if not fits or not output.device == lse.device == sinks.device:
         shapes = ", ".join(f"{name} {tuple(x.shape)} on {x.device}" for name, x in given.items())
@@ -205,12 +193,9 @@ def with_lse_column(grad: Tensor, output: Tensor, grad_lse: Tensor) -> tuple[Ten
     k and v the width of the result (:func:`with_width`) and drop the column of their gradients.
 
     Args:
-        grad: ``[..., X]``, the gradient of the output.
+        grad: ``[..., X]``, of the output.
         output: ``[..., X]``.
         grad_lse: ``[...]``.
-
-    Returns:
-        The two, ``[..., X + 1]``.
     """
     column = -grad_lse.unsqueeze(-1).to(output.dtype)
     return torch.cat([grad, torch.ones_like(grad[..., :1])], -1), torch.cat([output, column], -1)

@@ -218,15 +218,18 @@ class GroupedQueryAttention(nn.Module):
         )
         parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
         first = parts["qkv_proj" if self.fused_qkv else "q_proj"]
-        if low is None:
-            check_dtype(hidden, first)
         q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
         spec, early, late = kind.spec, kind.early, kind.late
         width, v_width = spec.head_dim, spec.v_head_dim
-        if self.fused_qkv:
-            q, k, v = first(hidden).split(self._widths, -1)
-        else:
-            q, k, v = first(hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
+        try:
+            if self.fused_qkv:
+                q, k, v = first(hidden).split(self._widths, -1)
+            else:
+                q, k, v = first(hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
+        except RuntimeError:
+            if low is None:
+                check_dtype(hidden, first)
+            raise
         batch, length, _ = hidden.shape
         q = q.view(batch, length, q.shape[2] // width, width)
         k = k.view(batch, length, k.shape[2] // width, width)

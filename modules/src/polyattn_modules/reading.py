@@ -46,53 +46,47 @@ def read_scope(
     """
     if not (isinstance(scope, AttentionScope) and isinstance(hidden, Tensor)) or kv_hidden is not None:
         check_types(scope, hidden, kv_hidden)
-    shape, dtype, device, training = hidden.shape, hidden.dtype, hidden.device, layer.training
     grad = torch.is_grad_enabled()
-    has_bias = bias is not None
     bias_grad = bias is not None and grad and bias.requires_grad
     needs_grad = grad and (hidden.requires_grad or bias_grad or _others_want_grad(layer, kv_hidden))
-    deterministic = torch.are_deterministic_algorithms_enabled()
     compiling = torch.compiler.is_compiling()
-    low = autocast_dtype(device) if compiling or torch._C._is_any_autocast_enabled() else None  # noqa: SLF001
-    context = None if kv_hidden is None else (kv_hidden.shape, kv_hidden.dtype, kv_hidden.device)
-    rope = kind.spec.rope
+    low = autocast_dtype(hidden.device) if compiling or torch._C._is_any_autocast_enabled() else None  # noqa: SLF001
     rotary: Any = layer._modules.get("rotary")  # noqa: SLF001  # as layer.rotary, in a fraction of the time
     # Where the tables come from: whether there are any, or the rotary module if they are its own. What built-in rotary
     # modules of one kind make is the same.
     source: Any = rotary is not None
     if source:
-        shared = rotary.sharing_key()
+        shared, rope = rotary.sharing_key(), kind.spec.rope
         if shared is not rope and shared != rope:
             source = rotary
     key = (
-        shape,
-        dtype,
-        device,
+        hidden.shape,
+        hidden.dtype,
+        hidden.device,
         low,
-        training,
+        layer.training,
         needs_grad,
-        has_bias,
-        bias_grad,
         return_lse,
-        deterministic,
+        torch.are_deterministic_algorithms_enabled(),
         source,
-        context,
+        bias if bias is None else bias_grad,
+        kv_hidden if kv_hidden is None else (kv_hidden.shape, kv_hidden.dtype, kv_hidden.device),
     )
     # A compiler would guard on what is kept, and compile again when there is more.
     found: Read | None = None if compiling else scope.find(kind.name, key, positions, kv_positions)
     if found is None:
         check_inputs(kind.spec, scope, hidden, positions, kv_hidden, kv_positions)
         request = kind.request(
-            batch=shape[0],
-            dtype=dtype if low is None or dtype is torch.float64 else low,
-            device=device,
-            training=training,
+            batch=hidden.shape[0],
+            dtype=hidden.dtype if low is None or hidden.dtype is torch.float64 else low,
+            device=hidden.device,
+            training=layer.training,
             needs_grad=needs_grad,
-            has_bias=has_bias,
+            has_bias=bias is not None,
             needs_bias_grad=bias_grad,
             needs_lse=return_lse,
             needs_lse_grad=return_lse and needs_grad,
-            deterministic=deterministic,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         layout = None if kv_hidden is None else scope.context_layout
         window = kind.spec.window

@@ -52,11 +52,7 @@ class RopeAxes:
 
     @classmethod
     def of(cls, value: RopeAxes | Mapping[str, Any]) -> RopeAxes:
-        """``value`` itself, or the axes that a dictionary ``{"sections": [...], "layout": "..."}`` describes.
-
-        Raises:
-            RopeConfigError: a key is absent or unknown, or a value is wrong.
-        """
+        """``value`` itself, or the axes that a dictionary ``{"sections": [...], "layout": "..."}`` describes."""
         if isinstance(value, RopeAxes):
             return value
         if not isinstance(value, Mapping) or set(value) != {"sections", "layout"}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,6 @@ class RotaryTables:
     interleaved: bool | None = None
     channels: tuple[Tensor, Tensor] | None = dataclasses.field(default=None, init=False, repr=False)
 
-    @classmethod
-    def paired(cls, cos: Tensor, sin: Tensor, *, interleaved: bool) -> RotaryTables:
-        """Tables with the factors of each channel made already, for one pairing."""
-        tables = cls(cos, sin, interleaved)
-        object.__setattr__(tables, "channels", tables.per_channel(interleaved=interleaved))
-        return tables
-
     def per_channel(self, *, interleaved: bool) -> tuple[Tensor, Tensor]:
         """Factors of each channel and of its partner, FP32 ``[B|1, S, rotary_dim]``."""
         if self.channels is not None and self.interleaved is interleaved:
@@ -56,8 +49,7 @@ def joined(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
+class _Rule(NamedTuple):
     """A frequency rule on the host, the source of truth.
 
     ``rows`` has one row per axis with zeros in the lanes of other axes, then a row with every lane. A sum over axes is
@@ -68,27 +60,13 @@ class _Rule:
     attention_scaling: float
     position_scaling: float
 
-    @classmethod
-    def of(cls, variant: RopeVariant, spec: RopeSpec, length: int | None) -> _Rule:
-        inv_freq, attention_scaling, position_scaling = host_frequencies(variant, spec, length)
-        owners = () if spec.axes is None else spec.axes.lanes()
-        axes = 0 if spec.axes is None else len(spec.axes.sections)
-        rows = [tuple(f * (o == axis) for f, o in zip(inv_freq, owners, strict=True)) for axis in range(axes)]
-        return cls((*rows, tuple(inv_freq)), attention_scaling, position_scaling)
-
 
 class RotaryEmbedding(nn.Module):
-    """Positions to FP32 tables, by the rule of a spec.
+    """Positions to FP32 tables, by the rule of a :class:`RopeSpec`.
 
     It has no parameters and no buffers: the frequencies are host numbers, computed once when it is built, and copies on
     devices are a cache. So casts, moves, ``to_empty``, pickling and meta construction cannot harm them, and none of it
     is in a state dict. An ``inv_freq`` that an older checkpoint carries for it is ignored.
-
-    Args:
-        spec: the rotary spec.
-
-    Raises:
-        RopeConfigError: ``spec`` is not a :class:`RopeSpec`, or its variant breaks the contract of variants.
     """
 
     def __init__(self, spec: RopeSpec) -> None:
@@ -100,7 +78,8 @@ class RotaryEmbedding(nn.Module):
         self._pure = getattr(variant, "pure", True)
         self._breakpoints = tuple(variant.breakpoints(spec)) if hasattr(variant, "breakpoints") else ()
         lengths = (*self._breakpoints, self._breakpoints[-1] + 1) if self._breakpoints else (None,)
-        self._rules = tuple(_Rule.of(variant, spec, length) for length in lengths)
+        self._rules = tuple(_rule(variant, spec, length) for length in lengths)
+        self._axes = 0 if spec.axes is None else len(spec.axes.sections)
         self._copies: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
@@ -109,10 +88,7 @@ class RotaryEmbedding(nn.Module):
         return bool(self._breakpoints)
 
     def sharing_key(self) -> Hashable:
-        """What embeddings that make the same tables have in common: the spec.
-
-        A subclass or an impure variant may hold state of its own; its tables belong to the object itself.
-        """
+        """What embeddings of the same tables have in common: the spec, or the object where it may hold more state."""
         return self.spec if type(self) is RotaryEmbedding and self._pure else self
 
     def forward(self, positions: Tensor, *, length: int | None = None) -> RotaryTables:
@@ -123,9 +99,6 @@ class RotaryEmbedding(nn.Module):
                 for text, whose position is the same on all axes.
             length: length of the sequence (largest position + 1, cached keys included), for specs whose frequencies
                 depend on it; ``None`` for all others.
-
-        Raises:
-            AttentionInputError: shape or dtype of ``positions``, or presence of ``length``, does not fit the spec.
         """
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # tables outlive it: a later training step saves them
@@ -134,18 +107,14 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if scaling != 1.0:
             cos, sin = cos * scaling, sin * scaling
-        if torch.compiler.is_compiling():
-            return RotaryTables(cos, sin, self.spec.interleaved)
-        return RotaryTables.paired(cos, sin, interleaved=self.spec.interleaved)
+        tables = RotaryTables(cos, sin, self.spec.interleaved)
+        if not torch.compiler.is_compiling():
+            object.__setattr__(tables, "channels", tables.per_channel(interleaved=self.spec.interleaved))
+        return tables
 
     def angles(self, positions: Tensor, *, length: int | None = None) -> tuple[Tensor, float]:
-        """What :meth:`forward` takes cosine and sine of.
-
-        Returns:
-            The angles in radians, FP32 ``[B|1, S, rotary_dim / 2]``, and the factor of their cosine and sine.
-        """
-        axes = self._axes(positions)
-        side = self._side(length)
+        """The angles in radians, FP32 ``[B|1, S, rotary_dim / 2]``, and the factor of their cosine and sine."""
+        axes, side = self._axes_of(positions), self._side(length)
         rule = self._rules[side]
         inv_freq = self._inv_freq(side, positions.device)
         scaled = positions.to(torch.float32).unsqueeze(-1)
@@ -157,9 +126,9 @@ class RotaryEmbedding(nn.Module):
             angles = angles + scaled[axis] * inv_freq[axis]
         return angles, rule.attention_scaling
 
-    def _axes(self, positions: Tensor) -> int:
+    def _axes_of(self, positions: Tensor) -> int:
         """How many axes ``positions`` has, 0 for none."""
-        axes = 0 if self.spec.axes is None else len(self.spec.axes.sections)
+        axes = self._axes
         need = "an integer tensor [B|1, S]" + (f" or [{axes}, B|1, S]" if axes else "")
         if not isinstance(positions, Tensor):
             raise AttentionInputError(f"positions must be {need}, got {type(positions).__name__}")
@@ -222,6 +191,15 @@ class RotaryEmbedding(nn.Module):
         """The spec, for ``print(model)``."""
         spec = self.spec
         return f"{spec.variant!r}, theta={spec.theta:g}, rotary_dim={spec.rotary_dim}, interleaved={spec.interleaved}"
+
+
+def _rule(variant: RopeVariant, spec: RopeSpec, length: int | None) -> _Rule:
+    inv_freq, *scalings = host_frequencies(variant, spec, length)
+    rows = [tuple(inv_freq)]
+    if spec.axes is not None:
+        owners, axes = spec.axes.lanes(), range(len(spec.axes.sections))
+        rows[:0] = [tuple(f * (o == axis) for f, o in zip(inv_freq, owners, strict=True)) for axis in axes]
+    return _Rule(tuple(rows), *scalings)
 
 
 # While Dynamo traces, the result becomes a constant of the graph: on the device, without a copy per call.

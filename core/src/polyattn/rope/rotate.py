@@ -32,13 +32,9 @@ def apply_rotary(q: Tensor, k: Tensor, tables: RotaryTables, *, interleaved: boo
 
     Returns:
         The rotated q and k, each in its own dtype: computed in FP32 (FP64 for FP64) and rounded once.
-
-    Raises:
-        AttentionInputError: the tables are not :class:`RotaryTables`, not FP32, require grad, do not fit q and k, or
-            were made for the other pairing.
     """
-    rotated = _apply({"q": q, "k": k}, tables, interleaved)
-    return rotated[0], rotated[1]
+    rotated_q, rotated_k = _apply({"q": q, "k": k}, tables, interleaved)
+    return rotated_q, rotated_k
 
 
 def rotate_heads(x: Tensor, tables: RotaryTables, *, interleaved: bool) -> Tensor:
@@ -79,14 +75,10 @@ def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) ->
             )
         if cos.device != x.device:
             raise AttentionInputError(f"{name} and the tables must be on one device, got {x.device} and {cos.device}")
-    return _rotate(list(named.values()), tables, interleaved)
-
-
-def _rotate(xs: list[Tensor], tables: RotaryTables, interleaved: bool) -> list[Tensor]:
     if torch.compiler.is_compiling():
-        return [_traced(x, tables, interleaved) for x in xs]
+        return [_traced(x, tables, interleaved) for x in named.values()]
     own, partner = tables.per_channel(interleaved=interleaved)
-    return [_rotate_one(x, own, partner, interleaved) for x in xs]
+    return [_rotate_one(x, own, partner, interleaved) for x in named.values()]
 
 
 def _rotate_one(x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> Tensor:
@@ -129,14 +121,7 @@ class _Rotation(torch.autograd.Function):
         width = own.shape[-1]
         if width < x.shape[-1]:
             out[..., width:].copy_(x[..., width:])
-        piece = max(1, _piece(x) // (x.shape[0] * x.shape[1] * width))
-        scratch = _Scratch(x[:, :, :piece, :width], out, interleaved)
-        if interleaved:
-            partner = joined(partner[..., 1::2], partner[..., 1::2], interleaved)
-        tables = (table.unsqueeze(1) for table in (own, partner))
-        split = (tensor.split(piece, 2) for tensor in (x[..., :width], out[..., :width], *tables))
-        for source, target, cos, sin in zip(*split, strict=True):
-            scratch.rotate(source, target, cos, sin)
+        _rotate_into(out[..., :width], x[..., :width], own.unsqueeze(1), partner.unsqueeze(1), interleaved)
         return out
 
     @staticmethod
@@ -177,43 +162,39 @@ class _Rotation(torch.autograd.Function):
         return _rotate_one(x.flatten(0, 1), own, partner, interleaved).unflatten(0, batch), 0
 
 
-class _Scratch:
-    """What a piece is rotated in, allocated once for all pieces: fresh memory costs more than the arithmetic."""
+def _rotate_into(out: Tensor, x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> None:
+    """Rotate ``x`` into ``out`` in pieces, in memory that all of them share: fresh memory costs more than arithmetic.
 
-    def __init__(self, piece: Tensor, out: Tensor, interleaved: bool) -> None:
-        """For pieces of at most the shape of ``piece``, rotated into pieces of ``out``."""
+    For halves the factors of partners in the first are negated, then both halves subtract. Adjacent channels are
+    complex numbers: ``x * cos + 1j * (x * sin)``. Multiplying by ``1j`` is exact, so a kernel that fuses it into the
+    sum changes no rounding; a product ``x * (cos + 1j * sin)`` would round some lanes otherwise.
+    """
+    batch, heads, length, width = x.shape
+    piece = max(1, _piece(x) // (batch * heads * width))
 
-        def make() -> Tensor:
-            return torch.empty(piece.shape, dtype=_dtype(piece), device=piece.device)
+    def scratch() -> Tensor:
+        return torch.empty((batch, heads, min(piece, length), width), dtype=_dtype(x), device=x.device)
 
-        self.interleaved = interleaved
-        self.turned = make()
-        self.wide = None if piece.dtype is self.turned.dtype else make()
-        direct = self.wide is None and not (interleaved and any(stride % 2 for stride in out.stride()[:-1]))
-        self.product = None if direct else make()
-
-    def rotate(self, x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate ``x`` into ``out``, of any strides.
-
-        The tables have a column for each channel. For halves those of ``sin`` that belong to the first are negated;
-        then both halves subtract. Adjacent channels are complex numbers: ``x * cos + 1j * (x * sin)``. Multiplying by
-        ``1j`` is exact, so a kernel that fuses it into the sum changes no rounding; a product ``x * (cos + 1j * sin)``
-        would round some lanes otherwise.
-        """
-        size = x.shape[2]
-        if self.wide is not None:
-            x = self.wide[:, :, :size].copy_(x)
-        product = torch.mul(x, cos, out=out if self.product is None else self.product[:, :, :size])
-        turned = torch.mul(x, sin, out=self.turned[:, :, :size])
-        if self.interleaved:
+    turned_space = scratch()
+    wide_space = None if x.dtype is turned_space.dtype else scratch()
+    direct = wide_space is None and not (interleaved and any(stride % 2 for stride in out.stride()[:-1]))
+    product_space = None if direct else scratch()
+    if interleaved:
+        partner = joined(partner[..., 1::2], partner[..., 1::2], interleaved)
+    pieces = (tensor.split(piece, 2) for tensor in (x, out, own, partner))
+    for source, target, cos, sin in zip(*pieces, strict=True):
+        size = source.shape[2]
+        wide = source if wide_space is None else wide_space[:, :, :size].copy_(source)
+        product = torch.mul(wide, cos, out=target if product_space is None else product_space[:, :, :size])
+        turned = torch.mul(wide, sin, out=turned_space[:, :, :size])
+        if interleaved:
             pairs, turned_pairs = (torch.view_as_complex(y.unflatten(-1, (-1, 2))) for y in (product, turned))
             pairs.add_(turned_pairs, alpha=1j)
         else:
-            half = x.shape[-1] // 2
-            product[..., :half].sub_(turned[..., half:])
-            product[..., half:].sub_(turned[..., :half])
-        if self.product is not None:
-            out.copy_(product)
+            product[..., : width // 2].sub_(turned[..., width // 2 :])
+            product[..., width // 2 :].sub_(turned[..., : width // 2])
+        if product_space is not None:
+            target.copy_(product)
 
 
 def _dtype(x: Tensor) -> torch.dtype:

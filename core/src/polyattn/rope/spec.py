@@ -18,10 +18,6 @@ class Parameters(Mapping[str, ParameterValue]):
     """The parameters of a variant: a mapping that is immutable, hashable and sorted by name.
 
     Numbers are floats and lists are tuples of floats, so that equal parameters have one written form.
-
-    Raises:
-        RopeConfigError: a name is not a string, or a value is neither a finite number, a bool, a string, ``None`` nor a
-            list of finite numbers.
     """
 
     __slots__ = ("_items",)
@@ -110,10 +106,10 @@ class RopeSpec:
                 f"interleaved must be True (adjacent channels form a pair) or False (channel i pairs with "
                 f"i + rotary_dim/2), got {shown(self.interleaved)}; a model class fixes it"
             )
-        sizes = {name: getattr(self, name) for name in ("head_dim", "rotary_dim", "max_position")}
-        if self.original_max_position is not None:
-            sizes["original_max_position"] = self.original_max_position
-        for name, size in sizes.items():
+        for name in ("head_dim", "rotary_dim", "max_position", "original_max_position"):
+            size = getattr(self, name)
+            if size is None and name == "original_max_position":
+                continue
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 yield f"{name} must be an int >= 1, got {shown(size)}"
             elif size >= 2**63:
@@ -126,18 +122,14 @@ class RopeSpec:
     def to_dict(self) -> dict[str, Any]:
         """The canonical form: a JSON object whose keys stand in a fixed order."""
         values = {name: getattr(self, name) for name in _FIELDS}
-        values["parameters"] = {
-            name: list(value) if isinstance(value, tuple) else value for name, value in self.parameters.items()
-        }
+        given = self.parameters.items()
+        values["parameters"] = {name: list(value) if isinstance(value, tuple) else value for name, value in given}
         values["axes"] = None if self.axes is None else self.axes.to_dict()
         return {"schema_version": self.SCHEMA_VERSION, **values}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RopeSpec:
-        """Read the canonical form; nothing is defaulted and nothing is skipped.
-
-        Args:
-            data: what :meth:`to_dict` writes. It is not changed.
+        """Read the canonical form, which :meth:`to_dict` writes; nothing is defaulted and nothing is skipped.
 
         Raises:
             RopeConfigError: the version is unknown or absent, or a field or parameter is absent or extra.
@@ -151,8 +143,13 @@ class RopeSpec:
                 f"schema_version must be {cls.SCHEMA_VERSION}, got {got}; "
                 "a transformers config is read by RopeSpec.from_hf"
             )
-        _refuse_keys("a rotary spec", set(data) - {"schema_version"}, _FIELDS)
-        variant, parameters = data["variant"], data["parameters"]
+        faults = [f"{shown(name)} is missing" for name in _FIELDS if name not in data]
+        unknown = sorted(data.keys() - {"schema_version", *_FIELDS}, key=str)
+        faults += [f"{shown(name)} is unknown" for name in unknown]
+        if faults:
+            raise RopeConfigError(f"a rotary spec: {shortened(', '.join(faults))}; the keys are {', '.join(_FIELDS)}")
+        fields = {name: data[name] for name in _FIELDS}
+        variant, parameters = fields["variant"], fields["parameters"]
         if isinstance(variant, str) and isinstance(parameters, Mapping):
             # Here, and not left to the variant: what it would fill in must be written too.
             unwritten = [name for name in _defaults(variant) if name not in parameters]
@@ -162,11 +159,11 @@ class RopeSpec:
                     f"a spec fills in the default, got {listed(parameters) or 'no parameters'}"
                 )
                 try:
-                    cls(**{name: data[name] for name in _FIELDS})
+                    cls(**fields)
                 except RopeConfigError as error:
                     fault += f"; and beside those: {error}"
                 raise RopeConfigError(fault)
-        return cls(**{name: data[name] for name in _FIELDS})
+        return cls(**fields)
 
     @classmethod
     def from_hf(
@@ -182,17 +179,15 @@ class RopeSpec:
         """Read the rotary part of a transformers configuration, in the style of version 4 or 5.
 
         Args:
-            config: a configuration object or its dictionary (``config.json``): the rotary keys where the class keeps
-                them, with ``model_type``, ``max_position_embeddings`` and the width of a head at the top. It is not
-                changed.
+            config: a configuration object or its dictionary (``config.json``), which is not changed: the rotary keys
+                where the class keeps them, ``model_type``, ``max_position_embeddings`` and the width of a head.
             layer_type: which entry to read where each layer type has a rope of its own.
-            head_dim: width of a head, where the configuration does not say it. Of a class with ``qk_rope_head_dim``
-                (multi-head latent attention) the spec describes that part of a head, which goes through the rope alone.
+            head_dim: width of a head, where the configuration does not say it; for multi-head latent attention that of
+                the part which goes through the rope alone (``qk_rope_head_dim``).
             interleaved: pairing, where the configuration has no ``model_type`` or one that is not known.
             convention: what the keys cannot say. ``"serving"`` gives ``dynamic`` its fixed length, as SGLang does.
-                ``"dflash"`` and ``"eagle"`` read dictionaries of older draft models, which always paired halves;
-                A base that they leave out is the class's own. ``"eagle"`` refuses ``dynamic``, whose table depended
-                there on what had been decoded before.
+                ``"dflash"`` and ``"eagle"`` read older draft models: halves pair, and a base that is left out is the
+                class's own; ``"eagle"`` refuses ``dynamic``, whose table followed what was decoded before.
             max_position: longest sequence, where the configuration does not say it.
 
         Raises:
@@ -200,18 +195,12 @@ class RopeSpec:
                 nothing reads it; the pairing is not known; or the model, or this layer type, does not rotate, or in a
                 way that no spec describes.
         """
-        spec: RopeSpec = readers.get("hf_rope").read(
-            config,
-            layer_type=layer_type,
-            head_dim=head_dim,
-            interleaved=interleaved,
-            convention=convention,
-            max_position=max_position,
-        )
+        said = {"layer_type": layer_type, "head_dim": head_dim, "interleaved": interleaved}
+        spec: RopeSpec = readers.get("hf_rope").read(config, **said, convention=convention, max_position=max_position)
         return spec
 
     def to_hf(self, model_type: str) -> dict[str, Any]:
-        """Write the rotary keys of a transformers 5 configuration for one model class.
+        """Write the rotary keys of a transformers 5 configuration for one model class; :meth:`from_hf` reads them back.
 
         Args:
             model_type: the class that will read them. It fixes the pairing, which the keys do not carry.
@@ -219,7 +208,6 @@ class RopeSpec:
         Returns:
             ``model_type``, ``head_dim`` (``qk_rope_head_dim`` for classes with latent attention),
             ``max_position_embeddings``, ``rope_parameters`` and, for classes that have the field, ``rope_interleave``.
-            :meth:`from_hf` reads the same spec back.
 
         Raises:
             RopeConfigError: the class has the other pairing or is not known, or would not read the same spec.
@@ -234,13 +222,6 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(RopeSpec))
 def _defaults(variant: str) -> Mapping[str, ParameterValue]:
     defaults: Mapping[str, ParameterValue] = getattr(rope_variants.get(variant), "defaults", {})
     return defaults
-
-
-def _refuse_keys(what: str, got: set[str], need: tuple[str, ...]) -> None:
-    faults = [f"{shown(name)} is missing" for name in need if name not in got]
-    faults += [f"{shown(name)} is unknown" for name in sorted(got - set(need), key=str)]
-    if faults:
-        raise RopeConfigError(f"{what}: {shortened(', '.join(faults))}; the keys are {', '.join(need) or 'none'}")
 
 
 def _parameter(name: str, value: Any) -> ParameterValue:

@@ -58,18 +58,10 @@ class RopeVariant(Protocol):
 
 
 def inverse_powers(theta: float, dim: int, width: int | None = None) -> Tensor:
-    """``theta ** (2 i / dim)`` for the lanes ``i = 0 .. width/2 - 1``: the reciprocals of plain RoPE's frequencies.
+    """``theta ** (2 i / dim)`` for the lanes ``i = 0 .. width/2 - 1`` (``width``: ``dim``), FP32 on the CPU.
 
-    Base and exponent are rounded to FP32, as in the implementations that checkpoints were trained with; the power is
-    evaluated in FP64 and rounded once, which gives the same bits on every machine.
-
-    Args:
-        theta: base.
-        dim: denominator of the exponents.
-        width: rotary channels; ``dim`` unless said otherwise.
-
-    Returns:
-        FP32 ``[width / 2]`` on the CPU.
+    The reciprocals of plain RoPE's frequencies. Base and exponent are rounded to FP32, as in the implementations that
+    checkpoints were trained with; the power is taken in FP64 and rounded once: the same bits on every machine.
     """
     exponents = torch.arange(0, width or dim, 2, dtype=torch.float32, device="cpu") / dim
     base = torch.tensor(theta, dtype=torch.float32, device="cpu")
@@ -96,10 +88,7 @@ def within(low: float, high: float) -> Rule:
 
 def one_of(*choices: object) -> Rule:
     """One of ``choices``."""
-    return (
-        f"one of {listed(choices)}",
-        lambda value: value in choices and type(value) in map(type, choices),
-    )
+    return f"one of {listed(choices)}", lambda value: value in choices and type(value) in map(type, choices)
 
 
 def lanes(count: int) -> Rule:
@@ -123,16 +112,13 @@ def check_spec(
     *,
     needs_original: bool = False,
 ) -> None:
-    """Refuse a spec whose parameters are not exactly those of ``rules``.
+    """Refuse a spec whose parameters are not exactly those of ``rules``; one message names every fault.
 
     Args:
         spec: the spec under validation.
         rules: what each parameter must be.
         contradictions: yields what is wrong between fields; asked once every parameter by itself is right.
         needs_original: whether the variant needs ``original_max_position``.
-
-    Raises:
-        RopeConfigError: one message names every fault: the parameter, what it got and what it needs.
     """
     faults = []
     for name in {**rules, **spec.parameters}:
@@ -164,14 +150,7 @@ def original(spec: RopeSpec) -> int:
 
 
 def host_frequencies(variant: RopeVariant, spec: RopeSpec, length: int | None) -> tuple[list[float], float, float]:
-    """What ``variant`` makes of ``spec``, checked and as host numbers.
-
-    Returns:
-        ``inv_freq``, ``attention_scaling`` and ``position_scaling``.
-
-    Raises:
-        RopeConfigError: the variant broke its contract: wrong dtype, shape or device, or a value that is not finite.
-    """
+    """What ``variant`` makes of ``spec``, checked, as host numbers: ``inv_freq`` and the two scalings."""
     with unset_fake_temporarily():
         found = variant.frequencies(spec, device=torch.device("cpu"), length=length)
     inv_freq, shape = found.inv_freq, (spec.rotary_dim // 2,)

@@ -54,6 +54,7 @@ class SdpaPlan:
         rows: Bool ``[B|1, H|1, Q, 1]``, fully masked rows, or ``None`` when the path leaves none to the kernel.
         keys: Bool ``[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` likewise.
         upcast: whether the backward of the fused calls casts to FP32.
+        grouped: whether query heads share KV heads, for the plain call and the math path.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class SdpaPlan:
     rows: Tensor | None = None
     keys: Tensor | None = None
     upcast: bool = False
+    grouped: bool = False
 
 
 class SdpaBackend(BackendBase):
@@ -99,12 +101,15 @@ class SdpaBackend(BackendBase):
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> SdpaPlan:
         """Choose the path and build its masks once."""
         math = _needs_math(request) is not None
+        # A graph with symbolic sizes compares symbolic numbers of heads; torch's kernels take no symbolic boolean.
+        grouped = True if request.group > 1 else False  # noqa: SIM210
         upcast = self.options.upcasts(request)
         if not math and not request.has_bias:
             if not upcast and _is_one_call(layout, request):
                 if layout.kv_len < FEW_KEYS and request.device.type == "cpu":
-                    return SdpaPlan("plain", mask=additive(layout.to_dense(request.device), request.dtype))
-                return SdpaPlan("plain", causal=_structure(layout).causal)
+                    mask = additive(layout.to_dense(request.device), request.dtype)
+                    return SdpaPlan("plain", mask=mask, grouped=grouped)
+                return SdpaPlan("plain", causal=_structure(layout).causal, grouped=grouped)
             blocks = layout.to_blocks()
             if blocks is not None:
                 rows, keys = hidden_in_blocks(layout, request)
@@ -114,7 +119,7 @@ class SdpaBackend(BackendBase):
         visible = layout.to_dense(request.device)
         opened = visible if rows is None or request.has_bias else visible | rows
         mask = additive(opened, request.dtype)
-        return SdpaPlan("math" if math else "dense", mask=mask, rows=rows, keys=keys, upcast=upcast)
+        return SdpaPlan("math" if math else "dense", mask=mask, rows=rows, keys=keys, upcast=upcast, grouped=grouped)
 
     def attend(
         self,
@@ -134,10 +139,11 @@ class SdpaBackend(BackendBase):
         if scale < _TINY:  # the kernels scale their -inf too, which would open or poison what it hides
             q, scale = (q * -1.0, -scale) if scale <= -_TINY else (q * scale, 1.0)
         if plan.path == "plain":
-            output = scaled_dot_product_attention(
-                q, k, v, plan.mask, is_causal=plan.causal, scale=scale, **_grouped(request)
+            return AttentionResult(
+                scaled_dot_product_attention(
+                    q, k, v, plan.mask, is_causal=plan.causal, scale=scale, enable_gqa=plan.grouped
+                )
             )
-            return AttentionResult(output)
         rows, keys, mask = plan.rows, plan.keys, plan.mask
         if bias is not None:
             assert mask is not None
@@ -151,7 +157,9 @@ class SdpaBackend(BackendBase):
         q, k, v = shut_out(q, k, v, rows, keys)
         lse: Tensor | None = None
         if plan.path == "math":
-            output = _math(q, k, v, mask, scale, request)
+            output, _ = torch.ops.aten._scaled_dot_product_attention_math(  # noqa: SLF001
+                q, k, v, mask, request.dropout, False, scale=scale, enable_gqa=plan.grouped
+            )
         else:
             output, lse = fused(
                 q,
@@ -212,16 +220,3 @@ def _is_one_call(layout: MaskLayout, request: AttentionRequest) -> bool:
         return False
     low_group = request.group > 1 and request.needs_grad and request.dtype in (torch.float16, torch.bfloat16)
     return not (request.needs_lse or request.has_sinks or low_group)
-
-
-def _grouped(request: AttentionRequest) -> dict[str, bool]:
-    # A graph with symbolic sizes compares symbolic numbers of heads; torch's kernels take no symbolic boolean.
-    return {"enable_gqa": True} if request.group > 1 else {}
-
-
-def _math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, request: AttentionRequest) -> Tensor:
-    output, _ = torch.ops.aten._scaled_dot_product_attention_math(  # noqa: SLF001
-        q, k, v, mask, request.dropout, False, scale=scale, **_grouped(request)
-    )
-    assert isinstance(output, Tensor)
-    return output
