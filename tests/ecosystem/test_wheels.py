@@ -108,7 +108,7 @@ def test_only_the_installed_backend_is_listed(environment, installed):
     ("wanted", "dist"),
     [
         ("polyattn.GroupedQueryAttention", "polyattn-modules"),
-        ("polyattn.testing.BackendConformance", "polyattn-conformance"),
+        ("polyattn_conformance.BackendConformance", "polyattn-conformance"),
     ],
 )
 def test_a_name_of_a_distribution_that_is_missing_says_how_to_install_it(environment, installed, wanted, dist):
