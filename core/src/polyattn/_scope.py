@@ -93,7 +93,7 @@ class AttentionScope:
             things: tensors and layouts that it depends on, known again by identity.
         """
         for known_key, known_things, value in self._kept.get(kind, ()):
-            if known_key == key:
+            if known_key == key and len(known_things) == len(things):
                 for known, thing in zip(known_things, things, strict=True):
                     if known is not thing and not _is_alias(known, thing):
                         break
