@@ -113,8 +113,12 @@ def test_the_short_form_of_a_rope_needs_the_width_of_a_head():
             AttentionConfig(rope={"rope_theta": 1e4}, **sizes)
     with pytest.raises(ConfigError, match=r"hidden_size must be a multiple of num_heads .*; give head_dim"):
         AttentionConfig(rope={"rope_theta": 1e4}, **{**SIZES, "hidden_size": 30})
-    with pytest.raises(RopeConfigError, match="theta must be a finite float32 number greater than 1, got '10000'"):
+    with pytest.raises(
+        RopeConfigError, match=r"^rope: rope_theta must be a finite float32 number greater than 1, got '10000'"
+    ):
         AttentionConfig(rope={"rope_theta": "10000"}, **SIZES)
+    with pytest.raises(RopeConfigError, match=r"^groups\[0\].rope: rope_theta must be a finite float32 number"):
+        AttentionConfig(**SIZES, groups=[{"layers": [1], "rope": {"rope_theta": 1}}])
 
 
 def test_a_rope_without_a_longest_sequence_is_not_exported():

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyattn
-from polyattn import AttentionRequest, BackendBase, MaskLayout, attention
+from polyattn import AttentionInputError, AttentionRequest, BackendBase, MaskLayout, attention
 from polyattn.kernels import (
     finished,
     fully_masked_rows,
@@ -110,6 +110,9 @@ def test_a_result_is_finished_as_the_backends_finish_it(backend):
     grads = [torch.autograd.grad(x.output, (q, k, v, sinks), weights) for x in (mine, whole)]
     torch.testing.assert_close(*grads)
     assert finished(part.output, part.lse, AttentionRequest.of(q, k, v)).lse is None
+    for needed in (request, AttentionRequest.of(q, k, v, needs_lse=True)):
+        with pytest.raises(AttentionInputError, match=r"lse must be \[B, Hq, Q\] where the request needs it"):
+            finished(part.output, None, needed, sinks=sinks if needed is request else None)
 
 
 def test_a_gradient_that_was_not_prepared_for_is_refused_by_name():

@@ -76,6 +76,8 @@ def test_what_layers_keep_is_found_by_value_and_by_the_very_tensors():
     assert scope.find("mine", (1, "x"), one, other) is None
     assert scope.find("mine", (2, "x"), one, None) is None
     assert scope.find("yours", (1, "x"), one, None) is None
+    assert scope.find("mine", (1, "x"), one) is None
+    assert scope.find("mine", (1, "x"), one, None, None) is None
     scope.keep("mine", (2, "x"), "second", one, None)
     assert scope.kept("mine") == ["first", "second"]
     assert scope.builds == {"attention": 0, "rotary": 0}

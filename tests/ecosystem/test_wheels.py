@@ -108,7 +108,7 @@ def test_only_the_installed_backend_is_listed(environment, installed):
     ("wanted", "dist"),
     [
         ("polyattn.GroupedQueryAttention", "polyattn-modules"),
-        ("polyattn_conformance.BackendConformance", "polyattn-conformance"),
+        ("polyattn.testing.BackendConformance", "polyattn-conformance"),
     ],
 )
 def test_a_name_of_a_distribution_that_is_missing_says_how_to_install_it(environment, installed, wanted, dist):
@@ -116,6 +116,19 @@ def test_a_name_of_a_distribution_that_is_missing_says_how_to_install_it(environ
     done = run(environment / "python", "-c", f"{TORCH_ONLY}from {module} import {name}")
     assert done.returncode == 1
     assert f"is part of the distribution {dist}, which is not installed; `pip install {dist}` brings it" in done.stderr
+
+
+def test_tools_that_walk_the_names_see_those_of_the_distributions_that_are_there(environment, installed):
+    code = """
+import inspect, pydoc, polyattn, polyattn.testing
+exec("from polyattn import *", {})
+names = {name for name, _ in inspect.getmembers(polyattn)}
+assert "MaskLayout" in names and "AttentionConfig" not in names, names
+assert "MaskLayout" in pydoc.render_doc(polyattn) and dir(polyattn.testing) == []
+assert not hasattr(polyattn.testing, "__path__")
+"""
+    done = run(environment / "python", "-c", TORCH_ONLY + code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_command_line_and_the_readers_say_how_to_install_them(environment, installed):

@@ -650,5 +650,16 @@ def test_a_variant_that_declares_no_keys_has_no_name_in_configurations():
         with pytest.raises(RopeConfigError, match="variant 'same' declares no hf_keys"):
             plain_spec(False, variant="same").to_hf("llama")
         config = stretched(rope_type="same", factor=None, original_max_position_embeddings=None)
-        with pytest.raises(RopeConfigError, match=r"rope_type must be one of .*, got 'same'"):
+        with pytest.raises(
+            RopeConfigError, match="must be a variant that declares hf_keys, got 'same', which declares"
+        ):
             RopeSpec.from_hf(config)
+
+
+@pytest.mark.parametrize("keys", [["factor"], {"factor"}, "factor", {1: True}])
+def test_keys_that_are_not_a_mapping_are_the_fault_of_their_variant(keys):
+    odd = Stretch()
+    odd.hf_keys = keys
+    text = "hf_keys of RoPE variant 'stretch' must be a mapping from keys to bools, got "
+    with rope_variants.override("stretch", odd), pytest.raises(RopeConfigError, match=text):
+        RopeSpec.from_hf(stretched())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn._wings import installed
+from polyattn._wings import installed, is_installed
 
 __version__ = "0.1.0"
 
@@ -51,7 +51,10 @@ _MODULES = {
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted(_HOME)  # noqa: PLE0605 - the names stand in the stub beside this file too, for type checkers
+#: Without the names of distributions that are missing, so that ``import *``, ``help`` and completion work.
+__all__ = sorted(  # noqa: PLE0605 - the names stand in the stub beside this file too, for type checkers
+    name for module, names in _MODULES.items() if is_installed(module) for name in names
+)
 
 
 def __getattr__(name: str) -> Any:

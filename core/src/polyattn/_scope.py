@@ -7,7 +7,6 @@ every module boundary to cast their tensors, which would turn FP32 tables into B
 from __future__ import annotations
 
 import dataclasses
-from operator import is_
 from typing import Any
 
 import torch
@@ -90,7 +89,9 @@ class AttentionScope:
             things: tensors and layouts that it depends on, known again by identity.
         """
         for known_key, known_things, value in self._kept.get(kind, ()):
-            if known_key == key and (all(map(is_, known_things, things)) or all(map(_is_same, known_things, things))):
+            if known_key != key or len(known_things) != len(things):
+                continue
+            if all(map(is_, known_things, things)) or all(map(_is_same, known_things, things)):
                 return value
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 
@@ -27,3 +28,8 @@ def installed(module: str, what: str) -> Any:
             f"{what} is part of the distribution {dist}, which is not installed; `pip install {dist}` brings it",
             name=package,
         ) from error
+
+
+def is_installed(module: str) -> bool:
+    """Whether the distribution that has ``module`` is there; nothing is imported."""
+    return importlib.util.find_spec(module.partition(".")[0]) is not None

@@ -129,11 +129,15 @@ def finished(
         request: of the prepared attention.
         rows: fully masked rows; ``None``: the kernel has written 0 and ``-inf`` itself.
         sinks: floating ``[Hq]``.
+
+    Raises:
+        AttentionInputError: the LSE is needed, and ``lse`` is ``None``.
     """
     if rows is not None:
         output, lse = put_back(output, lse, rows)
-    if sinks is not None:
-        assert lse is not None
+    if lse is None and (request.needs_lse or sinks is not None):
+        raise AttentionInputError("lse must be [B, Hq, Q] where the request needs it or sinks are given, got None")
+    if sinks is not None and lse is not None:
         output = apply_sinks(output, lse, sinks)
     return AttentionResult(output, lse if request.needs_lse else None)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn import ConfigError, RopeConfigError, RopeSpec
-from polyattn.messages import listed
+from polyattn.messages import is_float32, listed, shown
 from polyattn_modules.spec import UNBOUNDED, head_width
 
 #: Keys that only the canonical form of a rotary spec has.
@@ -73,7 +73,10 @@ def read_rope(value: Any) -> RopeSpec | ShortRope | None:
                 f"(schema_version: {RopeSpec.SCHEMA_VERSION}, variant, theta, ...: RopeSpec.to_dict()) or the "
                 "transformers form (model_type, head_dim, max_position_embeddings, rope_parameters: RopeSpec.to_hf())"
             )
-        return ShortRope(value["rope_theta"])
+        theta = value["rope_theta"]
+        if not is_float32(theta) or theta <= 1:
+            raise RopeConfigError(f"rope_theta must be a finite float32 number greater than 1, got {shown(theta)}")
+        return ShortRope(theta)
     if "schema_version" in value:
         return RopeSpec.from_dict(dict(value))
     canonical = [name for name in _CANONICAL_ONLY if name in value and "model_type" not in value]

@@ -92,6 +92,8 @@ def _read(
     refuse_canonical_keys(entry, data)
     kind = _kind(data, entry)
     keys = _keys_of(kind)
+    if keys is None and kind in rope_variants.names():
+        fault(data, f"rope_type must be a variant that declares hf_keys, got {shown(kind)}, which declares none")
     if keys is None:
         fault(data, f"rope_type must be one of {', '.join(_readable())}, got {shown(kind)}")
     _check_keys(data, entry, kind, keys)
@@ -135,8 +137,7 @@ def _write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
     if keys is None:
         fault(
             data,
-            f"variant '{spec.variant}' declares no hf_keys, so no rope_type stands for it there; those that "
-            f"do are {', '.join(_readable())}",
+            f"variant '{spec.variant}' declares no hf_keys, so no rope_type stands for it there",
         )
     data |= {key: values[0] for key, values in classes()["rotates_if"].get(model_type, {}).items()}
     refuse_class(data)
@@ -201,6 +202,10 @@ def _keys_of(kind: str) -> Mapping[str, bool] | None:
     """The keys that the variant ``kind`` declares, with whether each is required; ``None`` where it declares none."""
     known = kind in rope_variants.names() or kind in FIRST_PARTY[ROPE]  # get says what to install
     keys: Mapping[str, bool] | None = getattr(rope_variants.get(kind), "hf_keys", None) if known else None
+    if keys is not None and not (isinstance(keys, Mapping) and all(isinstance(key, str) for key in keys)):
+        raise RopeConfigError(
+            f"hf_keys of RoPE variant '{kind}' must be a mapping from keys to bools, got {shown(keys)}"
+        )
     return keys
 
 
