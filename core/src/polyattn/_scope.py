@@ -7,6 +7,7 @@ every module boundary to cast their tensors, which would turn FP32 tables into B
 from __future__ import annotations
 
 import dataclasses
+from operator import is_
 from typing import Any
 
 import torch
