@@ -122,7 +122,10 @@ config = polyattn.AttentionConfig.from_dict({"attn_backend": "acme"})
 print(polyattn.backends.info("acme").status, config.layer(0).backend.name, polyattn.__file__)
 """
     # Whatever else is installed stays out of it, as in an application that froze modules without their metadata.
-    hidden = "import importlib_metadata\nimportlib_metadata.distributions = lambda: iter(())\n"
+    hidden = (
+        "import importlib_metadata\n"
+        "importlib_metadata.MetadataPathFinder.find_distributions = staticmethod(lambda _: iter(()))\n"
+    )
     said = run_python(hidden + code, path=[tmp_path / "bare.zip"]).stdout.split()
     assert said == ["registered", "acme", f"{tmp_path}/bare.zip/polyattn/__init__.py"]
 

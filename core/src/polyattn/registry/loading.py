@@ -52,7 +52,7 @@ class Contract:
             problem = f"{type_name(obj)} lacks {', '.join(missing)}; a {self.noun} has {', '.join(required)}"
         elif not isinstance(obj.api_version, int) or isinstance(obj.api_version, bool):
             problem = f"its api_version must be an int, got {shown(obj.api_version)}"
-        elif obj.api_version not in self.api_versions:
+        elif not self.api_versions[0] <= obj.api_version <= self.api_versions[-1]:  # may be symbolic in a graph
             spoken = " or ".join(map(str, self.api_versions))
             cure = "upgrade polyattn" if obj.api_version > self.api_versions[-1] else "upgrade the plugin"
             return IncompatiblePluginError(
