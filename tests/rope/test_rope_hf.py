@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from polyattn import RopeConfigError, RopeFrequencies, RopeSpec, RotaryEmbedding, rope_variants
-from polyattn.rope import above, check_spec, inverse_powers
+from polyattn.rope import CANONICAL_ONLY, above, check_spec, inverse_powers
 from polyattn_readers.model_classes import class_axes, class_pairing, classes, known_classes, reordered
-from polyattn_readers.rope_entry import CANONICAL_ONLY
 from rope_golden import DATA
 
 CONFIGS = json.loads((DATA / "configs.json").read_text(encoding="utf-8"))

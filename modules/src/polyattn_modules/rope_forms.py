@@ -8,10 +8,9 @@ from typing import Any
 
 from polyattn import ConfigError, RopeConfigError, RopeSpec
 from polyattn.messages import is_float32, listed, shown
+from polyattn.rope import CANONICAL_ONLY
 from polyattn_modules.spec import UNBOUNDED, head_width
 
-#: Keys that only the canonical form of a rotary spec has.
-_CANONICAL_ONLY = ("axes", "interleaved", "original_max_position", "rotary_dim", "schema_version", "variant")
 #: Keys that say which of the full forms a mapping with a ``rope_theta`` has.
 _FULL = ("schema_version", "model_type", "convention")
 
@@ -79,7 +78,7 @@ def read_rope(value: Any) -> RopeSpec | ShortRope | None:
         return ShortRope(theta)
     if "schema_version" in value:
         return RopeSpec.from_dict(dict(value))
-    canonical = [name for name in _CANONICAL_ONLY if name in value and "model_type" not in value]
+    canonical = [name for name in CANONICAL_ONLY if name in value and "model_type" not in value]
     if canonical:
         raise RopeConfigError(
             f"schema_version is missing beside {listed(canonical)}, got the keys {listed(value)}; "

@@ -11,6 +11,9 @@ from polyattn.messages import is_float32, listed, shortened, shown
 from polyattn.registry.registry import readers, rope_variants
 from polyattn.rope.axes import RopeAxes
 
+#: Keys of the canonical form that no transformers dictionary has: one that carries them is not what it says it is.
+CANONICAL_ONLY = ("axes", "interleaved", "original_max_position", "rotary_dim", "schema_version", "variant")
+
 ParameterValue: TypeAlias = float | bool | str | tuple[float, ...] | None
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from polyattn import RopeConfigError, rope_variants
 from polyattn.messages import listed, shown
+from polyattn.rope import CANONICAL_ONLY
 from polyattn_readers.model_classes import classes, fault, known_classes, model_class, rotates
-
-#: Keys of our canonical forms that no transformers dictionary has: one that carries them is not what it says it is.
-CANONICAL_ONLY = ("axes", "interleaved", "original_max_position", "rotary_dim", "schema_version", "variant")
 
 ORIGINAL = "original_max_position_embeddings"
 #: Where version 4 keeps what version 5 keeps in the dictionary.
