@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.blocks import covered_keys, key_intervals
 from polyattn._layout.checks import as_device, check_flag, check_int
 from polyattn._layout.indexing import pick
 from polyattn._layout.known import Known, read_host
 from polyattn._layout.sizes import infer_sizes
 from polyattn._layout.structured import MaskMod, StructuredMask
+from polyattn._layout.tables import Table, covered_keys, padded_intervals
+from polyattn._layout.token_positions import token_positions
 from polyattn._layout.visibility import Visibility, dense_rows, held, moved, pinned, to_mod
 from polyattn.messages import shown
 
@@ -83,16 +84,53 @@ class LayoutBase:
         """False when the host knows that every key is seen by a query; True also when it does not know."""
         return self._known.may_have_unseen_keys
 
-    def to_blocks(self) -> Tensor | None:
+    @property
+    def max_runs(self) -> int | None:
+        """The largest number of unbroken runs of keys that a query sees, as its blocks list them.
+
+        1 for a layout that shows nothing; ``None`` where there are no blocks, and while tracing where it is above 1.
+        """
+        table = self._known.table
+        if table is None or (torch.compiler.is_compiling() and not table.one_run):
+            return None
+        return table.max_runs()
+
+    def to_bands(self, max_runs: int | None = None) -> Tensor | None:
         """The structure as rectangles: an int64 CPU table ``[N, 7]``, or ``None`` for what has no such form.
 
-        Columns ``batch, q_start, q_stop, k_start, k_stop, shift, causal``; rows sorted by batch and query, behind an
-        empty block of zeros, so that N is at least 2. In a block query i sees key j where ``d = (i - q_start) -
-        (j - k_start) + shift`` satisfies ``d >= 0`` if ``causal``, and ``|d| < visibility.window`` if there is one.
-        Queries in no block see nothing, and no query is in two. Inactive queries between active ones may be covered.
+        Columns ``batch, q_start, q_stop, k_start, k_stop, low, high``; rows sorted by batch, query and key, behind an
+        empty block of zeros, so that N is at least 2. In a block query ``i`` sees key ``j``, both counted from its
+        start, where ``low <= i - j <= high``; a bound that hides nothing is written as ``-(k_stop - k_start)`` or
+        ``q_stop - q_start``. No pair lies in two blocks. Queries in no block see nothing. Inactive queries between
+        active ones may be covered.
         The table stays on the host; in a layout of batch 1 it lists the one batch row that stands for all.
+
+        Args:
+            max_runs: the largest number of blocks that a query may lie in; ``None``: any. ``None`` is returned where a
+                query lies in more.
         """
-        return self._known.blocks
+        table = self._table(max_runs)
+        return None if table is None else table.bands[:, :7]
+
+    def to_blocks(self, max_runs: int | None = 1) -> Tensor | None:
+        """The table of :meth:`to_bands` in positions, for a layout whose mask is one structure without sinks.
+
+        Columns ``batch, q_start, q_stop, k_start, k_stop, shift, causal``: query ``i`` sees key ``j`` where
+        ``d = i - j + shift``, the distance of their positions, satisfies ``d >= 0`` if ``causal``, and lies within
+        ``visibility.window`` if there is one. ``None`` also where positions do not step by one under a window.
+        Unions and layouts with sinks give the table of :meth:`to_bands` itself.
+        """
+        table, mask = self._table(max_runs), self._known.mask
+        if table is None or not isinstance(mask, StructuredMask) or mask.sink_lengths is not None:
+            return None if table is None else table.bands[:, :7]
+        return table.in_positions(causal=mask.causal) if table.unit or mask.window is None else None
+
+    def _table(self, max_runs: int | None) -> Table | None:
+        table = self._known.table
+        if table is None or max_runs is None or (table.one_run and max_runs >= 1):
+            return table
+        runs = self.max_runs
+        return table if runs is not None and runs <= max_runs else None
 
     def to_dense(self, device: Device | None = None) -> Tensor:
         """The whole mask, ``Bool[B|1, H|1, Q, K]``; rows of inactive queries are False.
@@ -138,33 +176,58 @@ class LayoutBase:
     def rows_without_keys(self, device: Device | None = None) -> Tensor:
         """Which queries see nothing, inactive ones included: ``Bool[B|1, H|1, Q]``.
 
-        Linear in ``q_len`` where :meth:`to_blocks` is not ``None``.
+        Linear in ``q_len`` where :meth:`to_bands` is not ``None``.
         """
-        intervals = self.key_intervals()
+        intervals = self._intervals()
         if intervals is None:
             return torch.cat([~rows.any(-1) for rows in self._row_blocks(device)], 2)
-        return (intervals[..., 1] <= intervals[..., 0])[:, None].to(self._target(device) or "cpu")
+        without = torch.ones(self.batch * self.q_len, dtype=torch.bool, device="cpu")
+        without[intervals[0]] = False
+        return without.view(self.batch, 1, self.q_len).to(self._target(device) or "cpu")
 
     def unseen_keys(self, device: Device | None = None) -> Tensor:
         """Which keys no active query (of that head) may see: ``Bool[B|1, H|1, K]``.
 
-        Linear in ``q_len + kv_len`` where :meth:`to_blocks` is not ``None``.
+        Linear in ``q_len + kv_len`` where :meth:`to_bands` is not ``None``.
         """
-        intervals = self.key_intervals()
+        intervals = self._intervals()
         if intervals is None:
             return ~functools.reduce(operator.or_, (rows.any(2) for rows in self._row_blocks(device)))
-        return ~covered_keys(intervals, self.kv_len)[:, None].to(self._target(device) or "cpu")
+        covered = covered_keys(*intervals, self.batch, self.q_len, self.kv_len)
+        return ~covered[:, None].to(self._target(device) or "cpu")
 
-    def key_intervals(self) -> Tensor | None:
-        """The run of keys that each query sees, from start to before stop: ``Int[B|1, Q, 2]``, int64 on the CPU.
+    def key_intervals(self, max_runs: int = 1) -> Tensor | None:
+        """The runs of keys that each query sees, from start to before stop: ``Int[B|1, Q, runs, 2]``, int64 on the CPU.
 
-        Empty (``stop <= start``) for a query that sees nothing; ``None`` where :meth:`to_blocks` is, and while tracing.
+        In order of the keys, without two that touch; the last ones are empty (0 to 0) for a query that sees fewer.
+        ``runs`` is the largest number that a query sees, at least 1. ``None`` where a query sees more than
+        ``max_runs``, where :meth:`to_bands` is ``None``, and while tracing.
         """
+        check_int("max_runs", max_runs, 1)
+        found = self._intervals()
+        return None if found is None else padded_intervals(*found, self.batch, self.q_len, max_runs)
+
+    def token_positions(self) -> Tensor:
+        """The position of each query's token, which rotary embeddings turn it by: ``Int[B|1, Q]``.
+
+        The depth of its tokens in a tree, the place in its document, the distance to the first valid key under padding,
+        the positions that the layout was given; otherwise the queries are the last ``q_len`` of ``kv_len`` positions.
+
+        Raises:
+            LayoutError: the parts of a union disagree, or their values cannot be compared while tracing.
+        """
+        return token_positions(self.visibility, (self.q_positions, self.kv_positions), self.q_len, self.kv_len)
+
+    def _intervals(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The row, start and stop of every run of keys that an active query sees."""
         known = self._known
-        if known.blocks is None or known.mask is None or torch.compiler.is_compiling():
+        if known.table is None or torch.compiler.is_compiling():
             return None
-        intervals = key_intervals(known.blocks, self.batch, self.q_len, known.mask.window)
-        return intervals if known.active is None else torch.where(known.active[..., None], intervals, 0)
+        row, start, stop = known.table.intervals(self.q_len, self.kv_len)
+        if known.active is None:
+            return row, start, stop
+        live = known.active.expand(self.batch, -1).flatten()[row]
+        return row[live], start[live], stop[live]
 
     def _target(self, device: Device | None) -> torch.device | None:
         return self.device if device is None else as_device(device)

@@ -36,12 +36,6 @@ def check_flag(name: str, value: object) -> None:
         raise LayoutError(f"{name} must be True or False, got {shown(value)}")
 
 
-def check_window(window: object) -> None:
-    """Refuse anything but ``None`` and an int of at least 1."""
-    if window is not None:
-        check_int("window (how many positions a query sees, its own included; None: all)", window, 1, most=None)
-
-
 def check_bool(name: str, value: object, shape: str, ranks: Sequence[int], true: str = "may attend") -> None:
     """Refuse anything but a Bool tensor of one of the ``ranks``; messages say ``shape`` and what ``true`` means."""
     _check_tensor(name, value, f"Bool{shape}")

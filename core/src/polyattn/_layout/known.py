@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,10 +9,13 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.blocks import MAX_WINDOW, Block, find_blocks, narrow, to_table
 from polyattn._layout.checks import Read, on_host
-from polyattn._layout.structured import StructuredMask
+from polyattn._layout.lowering import find_table
+from polyattn._layout.structured import Structure, StructuredMask
+from polyattn._layout.tables import Table
+from polyattn._layout.union import UnionMask
 from polyattn._layout.visibility import Visibility
+from polyattn._layout.windows import narrower
 
 
 class Known(NamedTuple):
@@ -22,15 +24,15 @@ class Known(NamedTuple):
     Attributes:
         mask: the structure with its tensors on the CPU; ``None`` where there is none or a tensor was not read.
         active: the active queries, likewise.
-        blocks: the table of :meth:`MaskLayout.to_blocks`.
+        table: the blocks.
         may_have_fully_masked_rows: False where it is known that every query sees a key.
         may_have_unseen_keys: False where it is known that every key is seen.
         lowered: whether the blocks have been looked for.
     """
 
-    mask: StructuredMask | None = None
+    mask: Structure | None = None
     active: Tensor | None = None
-    blocks: Tensor | None = None
+    table: Table | None = None
     may_have_fully_masked_rows: bool = True
     may_have_unseen_keys: bool = True
     lowered: bool = False
@@ -41,34 +43,47 @@ class Known(NamedTuple):
         Raises:
             LayoutError: a segment of queries has no entry among the prefixes.
         """
-        if self.mask is None or torch.compiler.is_compiling():
-            return self
-        if self.mask.prefix_lengths is not None:
-            _check_segment_prefixes(self.mask, self.mask.prefix_lengths)
-        rows = self._distinct(batch)
-        blocks = find_blocks(self.mask, q_len, kv_len, rows, self.active)
-        return self._replace(lowered=True) if blocks is None else self._with_blocks(blocks, rows, q_len, kv_len, batch)
-
-    def narrow(self, window: int, q_len: int, kv_len: int, batch: int) -> Known:
-        """Under a window that is narrower than the structure's own, with its blocks where they follow from these."""
         mask = self.mask
-        if mask is None:
-            return Known()
-        narrowed = Known(mask.replace(window=window), self.active)
-        if self.blocks is None or window > MAX_WINDOW or not (mask.positional or mask.q_positions is None):
-            return narrowed
-        if torch.compiler.is_compiling():  # nothing is read: the ends of the blocks are not trimmed
-            return narrowed._replace(blocks=self.blocks, lowered=True)
+        if mask is None or torch.compiler.is_compiling():
+            return self
         rows = self._distinct(batch)
-        blocks = [block for block in map(Block._make, self.blocks[1:].tolist()) if block.batch < rows]
-        return narrowed._with_blocks(narrow(blocks, window), rows, q_len, kv_len, batch)
+        if isinstance(mask, UnionMask):
+            table = mask.find_table(q_len, kv_len, rows, self.active)
+        elif isinstance(mask, StructuredMask):
+            _check_lengths_per_segment(mask)
+            table = find_table(mask, q_len, kv_len, rows, self.active)
+        else:
+            table = None
+        if table is None:
+            return self._replace(lowered=True)
+        gaps = self.active is not None and not bool(self.active.all())
+        return self._replace(
+            table=table.repeat(batch) if rows < batch else table,
+            may_have_fully_masked_rows=gaps or not table.covers("q", q_len, rows),
+            may_have_unseen_keys=gaps or not table.covers("k", kv_len, rows),
+            lowered=True,
+        )
+
+    def narrow(self, mask: StructuredMask) -> Known:
+        """With ``mask``, this structure under a narrower window; its blocks are found anew outside a traced graph."""
+        if self.mask is None:
+            return Known()
+        assert isinstance(self.mask, StructuredMask)
+        narrowed = Known(self.mask.replace(window=mask.window), self.active)
+        table, old = self.table, self.mask
+        distances = old.positional or old.q_positions is None
+        if table is None or not torch.compiler.is_compiling() or not (distances and table.unit):
+            return narrowed
+        if old.sink_lengths is not None:
+            return narrowed
+        left, right = narrower(old.reach, mask.reach)  # nothing is read: the ends of the blocks are not trimmed
+        return narrowed._replace(table=table.narrow(left, right), lowered=True)
 
     def expand(self, batch: int) -> Known:
         """For ``batch`` rows that are all like the one row of this."""
-        if self.blocks is None or batch == 0 or torch.compiler.is_compiling():
+        if self.table is None or batch == 0 or torch.compiler.is_compiling():
             return Known(self.mask, self.active)
-        blocks = [Block(*row) for row in self.blocks[1:].tolist() if row[2]]
-        return self._replace(blocks=to_table(blocks, batch))
+        return self._replace(table=self.table.repeat(batch))
 
     def _distinct(self, batch: int) -> int:
         """The number of batch rows that may differ: one stands for all where no tensor has several."""
@@ -78,23 +93,13 @@ class Known(NamedTuple):
         sizes = {value.shape[0] for value in (tensors if self.active is None else [*tensors, self.active])}
         return batch if sizes - {1} else 1
 
-    def _with_blocks(self, blocks: list[Block], rows: int, q_len: int, kv_len: int, batch: int) -> Known:
-        gaps = self.active is not None and not bool(self.active.all())
-        covered = sum([block.q_stop - block.q_start for block in blocks])
-        return self._replace(
-            blocks=to_table(blocks, batch if rows < batch else 1),
-            may_have_fully_masked_rows=gaps or covered < rows * q_len,
-            may_have_unseen_keys=gaps or not _all_seen(blocks, rows, kv_len),
-            lowered=True,
-        )
-
 
 def read_host(visibility: Visibility, active: Tensor | None, copies: Sequence[Read] = (), *, sync: bool) -> Known:
     """The structure on the host; nothing where there is none or a tensor of it is not read.
 
     ``copies`` have been read already; with ``sync`` whatever else lies on a device is copied, each tensor once.
     """
-    if not isinstance(visibility, StructuredMask) or torch.compiler.is_compiling():
+    if not isinstance(visibility, Structure) or torch.compiler.is_compiling():
         return Known()
     known = {id(tensor): values for tensor, values in copies}
     tensors = visibility.tensors() | ({} if active is None else {"active": active})
@@ -107,26 +112,20 @@ def read_host(visibility: Visibility, active: Tensor | None, copies: Sequence[Re
             return Known()
         if values is not value and value is not active:
             moved[name] = values
-    return Known(visibility.replace(**moved) if moved else visibility, None if active is None else known[id(active)])
+    host = visibility.replace(**moved) if moved else visibility
+    return Known(host, None if active is None else known[id(active)])
 
 
-def _check_segment_prefixes(mask: StructuredMask, prefixes: Tensor) -> None:
-    """Refuse segments of queries for which a prefix per segment has no entry."""
+def _check_lengths_per_segment(mask: StructuredMask) -> None:
+    """Refuse segments of queries for which a prefix or a sink per segment has no entry."""
     ids = mask.q_segments
-    if ids is None or prefixes.dim() == 1 or ids.numel() == 0:
-        return
-    least, most = int(ids.min()), int(ids.max())
-    if least < 0 or most >= prefixes.shape[1]:
-        raise LayoutError(
-            f"q_segments must lie in 0 .. {prefixes.shape[1] - 1}, the segments that prefix_lengths lists, "
-            f"got {least} .. {most}"
-        )
-
-
-def _all_seen(blocks: list[Block], batch: int, kv_len: int) -> bool:
-    """Whether every key of every batch row lies in a block."""
-    reached = [0] * batch
-    for block in sorted(blocks, key=operator.attrgetter("k_start")):
-        if block.k_start <= reached[block.batch]:
-            reached[block.batch] = max(reached[block.batch], block.k_stop)
-    return reached.count(kv_len) == batch
+    for name in ("prefix_lengths", "sink_lengths"):
+        lengths = getattr(mask, name)
+        if lengths is None or ids is None or lengths.dim() == 1 or ids.numel() == 0:
+            continue
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or most >= lengths.shape[1]:
+            raise LayoutError(
+                f"q_segments must lie in 0 .. {lengths.shape[1] - 1}, the segments that {name} lists, "
+                f"got {least} .. {most}"
+            )

@@ -5,25 +5,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout import segments
-from polyattn._layout.checks import Read, check_bool, check_int
+from polyattn._layout.checks import Read, both, check_bool, check_int
 from polyattn._layout.known import read_host
-from polyattn._layout.operations import Combinable
 from polyattn._layout.structured import MaskMod, StructuredMask
+from polyattn._layout.trees import Trees
+from polyattn._layout.windows import Window
+from polyattn.documents import ranks
 from polyattn.messages import shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MaskLayout(Combinable):
+class MaskLayout(Trees):
     """Which of ``q_len`` queries may attend to which of ``kv_len`` keys.
 
     A value: nothing changes after construction, and tensors are kept, not copied, so do not change them either.
     Two layouts are equal only if they are one object. Usually made by one of the constructors: :meth:`full`,
     :meth:`causal`, :meth:`padded`, :meth:`packed`, :meth:`prefix_lm`, :meth:`chunked`, :meth:`dense`,
-    :meth:`from_drop_mask`, :meth:`from_mod`.
+    :meth:`from_drop_mask`, :meth:`from_mod`, :meth:`tree`, :meth:`shared_prefix`, :meth:`block_causal`.
 
     Attributes:
         q_len: number of queries Q; may be 0.
@@ -57,7 +60,8 @@ class MaskLayout(Combinable):
         q_len: int,
         kv_len: int | None = None,
         *,
-        window: int | None = None,
+        window: Window = None,
+        sink_tokens: int = 0,
         active_queries: Tensor | None = None,
     ) -> MaskLayout:
         """A query sees the keys up to its own position; the queries are the last ``q_len`` of ``kv_len`` positions.
@@ -65,10 +69,12 @@ class MaskLayout(Combinable):
         Args:
             q_len: number of queries.
             kv_len: number of keys; defaults to ``q_len``.
-            window: how many positions a query sees, its own included: ``0 <= q - k < window``.
+            window: how many positions a query sees, its own included: ``0 <= q - k < window``; or ``(left, right)``,
+                of which the left counts: ``0 <= q - k <= left``.
+            sink_tokens: number of first keys that no window hides from a later query.
             active_queries: ``Bool[B|1, Q]``.
         """
-        mask = StructuredMask(causal=True, window=window)
+        mask = StructuredMask(causal=True, window=window, sink_lengths=_sinks(sink_tokens))
         keys = q_len if kv_len is None else kv_len
         return cls(q_len, keys, visibility=mask, active_queries=active_queries)
 
@@ -82,7 +88,7 @@ class MaskLayout(Combinable):
         side: str = "right",
         q_len: int | None = None,
         causal: bool = True,
-        window: int | None = None,
+        window: Window = None,
         active_queries: Tensor | None = None,
         validate: bool = True,
     ) -> MaskLayout:
@@ -97,7 +103,8 @@ class MaskLayout(Combinable):
             side: with ``lengths``: where the padding is, ``"right"`` or ``"left"``.
             q_len: number of queries, the last positions of the row; defaults to K.
             causal: whether a query sees no later key.
-            window: how many positions a query sees; ``abs(q - k) < window``.
+            window: how many positions a query sees, ``abs(q - k) < window``, or ``(left, right)``: as many before and
+                after its own.
             active_queries: ``Bool[B|1, Q]``.
             validate: see :class:`MaskLayout`.
         """
@@ -136,7 +143,8 @@ class MaskLayout(Combinable):
         position_ids: segments.Ints | None = None,
         kv_len: int | None = None,
         causal: bool = True,
-        window: int | None = None,
+        window: Window = None,
+        sink_tokens: int = 0,
         active_queries: Tensor | None = None,
         validate: bool = True,
     ) -> MaskLayout:
@@ -154,7 +162,9 @@ class MaskLayout(Combinable):
             kv_len: number of tokens of a row. Known from the values; checked against them where both are there, and
                 needed with ``validate=False`` for lengths or offsets that lie on a device.
             causal: whether a query sees no later key.
-            window: how many positions of its document a query sees; ``abs(q - k) < window``.
+            window: how many positions of its document a query sees, ``abs(q - k) < window``, or ``(left, right)``: as
+                many before and after its own.
+            sink_tokens: number of first tokens of each document that no window hides.
             active_queries: ``Bool[B|1, K]``.
             validate: see :class:`MaskLayout`.
         """
@@ -173,7 +183,11 @@ class MaskLayout(Combinable):
             check_int("kv_len", kv_len)
         value, read = ways[given[0]]
         documents, counted = read(value, kv_len, validate=validate), None
-        if document_ids is not None:
+        sink = _sinks(sink_tokens)
+        if sink is not None:
+            counted = both(ranks, documents)
+            sink = sink.to(documents[0].device)
+        elif document_ids is not None:
             counted = segments.places(documents, unread=causal is not False or window is not None)
         ids, places = documents[0], None if counted is None else counted[0]
         mask = StructuredMask(
@@ -183,6 +197,7 @@ class MaskLayout(Combinable):
             kv_segments=ids,
             q_positions=places,
             kv_positions=places,
+            sink_lengths=sink,
         )
         copies = [documents] if counted is None else [documents, counted]
         known, length = read_host(mask, active_queries, copies, sync=validate), ids.shape[1]
@@ -229,6 +244,29 @@ class MaskLayout(Combinable):
         """A query sees the keys of its own chunk of ``chunk_size`` positions, up to its own position if ``causal``."""
         mask = StructuredMask(causal=causal, chunk_size=chunk_size)
         keys = q_len if kv_len is None else kv_len
+        return cls(q_len, keys, visibility=mask, active_queries=active_queries)
+
+    @classmethod
+    def block_causal(
+        cls,
+        block_size: int,
+        q_len: int,
+        kv_len: int | None = None,
+        *,
+        active_queries: Tensor | None = None,
+    ) -> MaskLayout:
+        """A query sees its own block of ``block_size`` tokens, both ways, and all blocks before it.
+
+        The position of token ``i`` is its block, ``i // block_size``, so that a window counts blocks. The queries are
+        the last ``q_len`` of ``kv_len`` tokens.
+        """
+        keys = q_len if kv_len is None else kv_len
+        for name, value, least in (("block_size", block_size, 1), ("q_len", q_len, 0), ("kv_len", keys, 0)):
+            check_int(name, value, least)
+        blocks = torch.div(torch.arange(keys, device="cpu")[None], block_size, rounding_mode="floor")
+        queries = torch.arange(keys - q_len, keys, device="cpu")[None]
+        at = blocks if q_len == keys else torch.div(queries, block_size, rounding_mode="floor")
+        mask = StructuredMask(causal=True, q_positions=at, kv_positions=blocks)
         return cls(q_len, keys, visibility=mask, active_queries=active_queries)
 
     @classmethod
@@ -295,3 +333,8 @@ class MaskLayout(Combinable):
         return dataclasses.replace(
             wide, active_queries=active_queries, q_positions=q_positions, kv_positions=kv_positions
         )
+
+
+def _sinks(count: int) -> Tensor | None:
+    check_int("sink_tokens", count)
+    return torch.tensor([count], dtype=torch.int64, device="cpu") if count else None

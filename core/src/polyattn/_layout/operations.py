@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.base import LayoutBase
-from polyattn._layout.checks import Index, as_index, check_int, check_window
+from polyattn._layout.checks import Index, as_index, check_int
 from polyattn._layout.indexing import positions, take
 from polyattn._layout.known import Known
 from polyattn._layout.picture import Drawable
-from polyattn._layout.structured import COMBINED, StructuredMask, intersect
-from polyattn._layout.visibility import BothMod, pinned, selected
+from polyattn._layout.structured import NARROWED, Structure, StructuredMask, intersect
+from polyattn._layout.union import MAX_PARTS, Part, UnionMask, parts_of
+from polyattn._layout.visibility import JoinedMod, pinned, selected
+from polyattn._layout.windows import Sides, Window, narrower, window_sides
 from polyattn.messages import shown
 
 if TYPE_CHECKING:
@@ -46,33 +48,45 @@ class Combinable(Drawable):
         return self._with(batch=batch, visibility=visibility, known=self._known.expand(batch))
 
     def with_window(
-        self, window: int | None, *, q_positions: Tensor | None = None, kv_positions: Tensor | None = None
+        self, window: Window, *, q_positions: Tensor | None = None, kv_positions: Tensor | None = None
     ) -> Self:
         """The layout narrowed to ``abs(q - k) < window``; the smaller of two windows holds. ``None``: unchanged.
 
+        Sink tokens stay visible. Each part of a union is narrowed.
+
         Args:
-            window: how many positions a query sees in each direction, its own included.
+            window: how many positions a query sees in each direction, its own included; or ``(left, right)``: keys at
+                most ``left`` positions before and ``right`` after its own, ``None`` or -1 where a side has no bound.
             q_positions: ``Int[B|1, Q]``, by which distances are measured where the layout does not say itself where its
                 queries stand: a dense mask or ``mask_mod`` without positions, or a structure that compares none (full,
                 padding or documents both ways). By default the queries are the last positions.
             kv_positions: ``Int[B|1, K]``, likewise.
         """
-        check_window(window)
-        if window is None:
+        sides = window_sides(window)
+        if sides == (None, None):
             return self
         mask, validate = self.visibility, True
         if q_positions is None or is_placed(self):
-            if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
-                if mask.window is not None and mask.window <= window:
-                    return self
-                narrowed = mask.replace(window=window)
-                if narrowed.window is None:  # wider than every distance
-                    return self
-                known = self._known.narrow(window, self.q_len, self.kv_len, self.batch)
-                return self._with(visibility=narrowed, known=known)
+            if isinstance(mask, StructuredMask) and mask.given() <= NARROWED:
+                narrowed = mask.replace(window=narrower(mask.reach, sides))
+                return self if narrowed.window == mask.window else self._narrowed(narrowed)
+            if isinstance(mask, UnionMask) and mask.given() <= NARROWED:
+                return self._narrowed(_narrow_parts(mask, sides))
             (q_positions, kv_positions), validate = places(self) or (None, None), False
         band = StructuredMask(window=window, q_positions=q_positions, kv_positions=kv_positions)
         return self & type(self)(self.q_len, self.kv_len, visibility=band, validate=validate)
+
+    def _narrowed(self, mask: StructuredMask | UnionMask) -> Self:
+        """With ``mask``, what it was under a narrower window."""
+        known = self._known
+        if isinstance(mask, StructuredMask):
+            return self._with(visibility=mask, known=known.narrow(mask))
+        host = known.mask
+        if not isinstance(host, UnionMask):
+            return self._with(visibility=mask, known=Known())
+        parts = zip(host.parts, mask.parts, strict=True)
+        narrowed = UnionMask(tuple(Part(old.mask.replace(window=new.mask.window), old.active) for old, new in parts))
+        return self._with(visibility=mask, known=Known(narrowed, known.active))
 
     def __and__(self, other: LayoutBase) -> Self:
         """What both layouts let be seen; batches and heads broadcast, and a query is active if it is in both.
@@ -85,16 +99,10 @@ class Combinable(Drawable):
         """
         if not isinstance(other, LayoutBase):
             return NotImplemented
-        _check_alike(self, other)
-        fields: dict[str, Any] = {
-            "batch": other.batch if self.batch == 1 else self.batch,
-            "heads": other.heads if self.heads == 1 else self.heads,
-            "active_queries": _in_both(self.active_queries, other.active_queries),
-            "q_positions": None,
-            "kv_positions": None,
-        }
+        fields = _joined_fields(self, other, "&")
+        fields["active_queries"] = _in_both(self.active_queries, other.active_queries)
         left, right, device = self.visibility, other.visibility, self.device or other.device
-        if isinstance(left, StructuredMask) and isinstance(right, StructuredMask):
+        if isinstance(left, Structure) and isinstance(right, Structure):
             mask, known = _structured(left, right, self._known, other._known)
             if mask is not None:
                 return self._with(**fields, visibility=mask, known=known)
@@ -103,7 +111,38 @@ class Combinable(Drawable):
             fields["visibility"] = self.to_dense(device) & other.to_dense(device)
         else:
             left, right = pinned(left, self.batch, self.heads), pinned(right, other.batch, other.heads)
-            fields["visibility"] = BothMod(left, right, self.q_len, self.kv_len)
+            fields["visibility"] = JoinedMod(left, right, self.q_len, self.kv_len)
+        return self._with(**fields, known=Known())
+
+    def __or__(self, other: LayoutBase) -> Self:
+        """What one of two layouts lets be seen; batches and heads broadcast.
+
+        A query that is inactive in one sees what the other shows. Structures stay structures.
+        A dense mask or ``mask_mod`` makes the result one.
+
+        Raises:
+            LayoutError: lengths, batches, heads or devices differ.
+        """
+        if not isinstance(other, LayoutBase):
+            return NotImplemented
+        fields = _joined_fields(self, other, "|")
+        fields["active_queries"] = None
+        left, right = parts_of(self.visibility, self.active_queries), parts_of(other.visibility, other.active_queries)
+        if left and right and len(left) + len(right) <= MAX_PARTS:
+            known = Known()
+            if self._known.mask is not None and other._known.mask is not None:
+                host = [parts_of(of.mask, of.active) for of in (self._known, other._known)]
+                known = Known(UnionMask(host[0] + host[1]))
+            return self._with(**fields, visibility=UnionMask(left + right), known=known)
+        fields["q_positions"], fields["kv_positions"] = places(self) or places(other) or (None, None)
+        described = [of.visibility for of in (self, other)]
+        masked = any(of.active_queries is not None for of in (self, other))
+        if masked or any(isinstance(mask, Tensor) for mask in described):
+            device = self.device or other.device
+            fields["visibility"] = self.to_dense(device) | other.to_dense(device)
+        else:
+            a, b = (pinned(of.visibility, of.batch, of.heads) for of in (self, other))
+            fields["visibility"] = JoinedMod(a, b, self.q_len, self.kv_len, either=True)
         return self._with(**fields, known=Known())
 
     def select_queries(self, index: Some, *, validate: bool = True) -> Self:
@@ -130,12 +169,35 @@ class Combinable(Drawable):
         part, _, count = as_index(index, self.heads, validate=True)
         return self._with(heads=count, visibility=selected(self.visibility, "heads", part), known=Known())
 
+    def select_batch(self, index: Some, *, validate: bool = True) -> Self:
+        """The layout of some of the batch rows; one of batch 1 serves as many. See :meth:`select_queries`."""
+        part, host_part, count = as_index(index, self.batch, validate=validate)
+        fields: dict[str, Any] = {"batch": count}
+        for name in ("active_queries", "q_positions", "kv_positions"):
+            value = getattr(self, name)
+            fields[name] = None if value is None else _batch_rows(value, part)
+        mask, known = self.visibility, self._known
+        if isinstance(mask, Structure):
+            fields["visibility"] = mask.replace(**{k: _batch_rows(x, part) for k, x in mask.tensors().items()})
+            if known.mask is None or host_part is None or torch.compiler.is_compiling():
+                return self._with(**fields, known=Known())
+            host = known.mask.replace(**{k: _batch_rows(x, host_part) for k, x in known.mask.tensors().items()})
+            active = None if known.active is None else _batch_rows(known.active, host_part)
+            return self._with(**fields, known=Known(host, active))
+        if isinstance(mask, Tensor):
+            fields["visibility"] = _batch_rows(mask, part)
+        elif self.batch != 1:
+            fields["visibility"] = selected(mask, "batch", part)
+        else:
+            fields["visibility"] = pinned(mask, 1, self.heads)
+        return self._with(**fields, known=Known())
+
     def _select(self, axis: str, part: Index, host_part: Index | None, **fields: Any) -> Self:
         """The part at an index along ``axis``, ``queries`` or ``keys``; it keeps its positions."""
         queries = axis == "queries"
         device = self.device or (part.device if isinstance(part, Tensor) else torch.device("cpu"))
         mask, known = self.visibility, self._known
-        if isinstance(mask, StructuredMask):
+        if isinstance(mask, Structure):
             fields["visibility"] = _part(self, mask, axis, part, device)
             if known.mask is None or host_part is None or torch.compiler.is_compiling():
                 return self._with(**fields, known=Known())
@@ -152,16 +214,43 @@ def _taken(active: Tensor | None, index: Index) -> Tensor | None:
     return None if active is None else take(active, 1, index)
 
 
-def _part(layout: LayoutBase, mask: StructuredMask, axis: str, index: Index, device: torch.device) -> StructuredMask:
+def _batch_rows(value: Tensor, index: Index) -> Tensor:
+    return value if value.shape[0] == 1 else take(value, 0, index)
+
+
+def _part(layout: LayoutBase, mask: Structure, axis: str, index: Index, device: torch.device) -> Structure:
     """The part of a structure, with positions, at ``index`` of what runs over ``axis``."""
+    if isinstance(mask, UnionMask):
+        parts = [(_part(layout, part.mask, axis, index, device), part.active) for part in mask.parts]
+        return UnionMask(
+            tuple(
+                Part(cast("StructuredMask", of), _taken(active, index) if axis == "queries" else active)
+                for of, active in parts
+            )
+        )
+    assert isinstance(mask, StructuredMask)
     q, k = positions((mask.q_positions, mask.kv_positions), layout.q_len, layout.kv_len, device)
     placed = mask.replace(q_positions=q, kv_positions=k)
     prefix = "q_" if axis == "queries" else "kv_"
-    parts = {name: take(value, 1, index) for name, value in placed.tensors().items() if name.startswith(prefix)}
-    return placed.replace(**parts)
+    taken = {name: take(value, 1, index) for name, value in placed.tensors().items() if name.startswith(prefix)}
+    return placed.replace(**taken)
 
 
-def _check_alike(a: LayoutBase, b: LayoutBase) -> None:
+def _narrow_parts(mask: UnionMask, sides: Sides) -> UnionMask:
+    return UnionMask(tuple(Part(of.replace(window=narrower(of.reach, sides)), active) for of, active in mask.parts))
+
+
+def _joined_fields(a: LayoutBase, b: LayoutBase, sign: str) -> dict[str, Any]:
+    _check_alike(a, b, sign)
+    return {
+        "batch": b.batch if a.batch == 1 else a.batch,
+        "heads": b.heads if a.heads == 1 else a.heads,
+        "q_positions": None,
+        "kv_positions": None,
+    }
+
+
+def _check_alike(a: LayoutBase, b: LayoutBase, sign: str) -> None:
     problems = []
     for name in ("q_len", "kv_len", "batch", "heads"):
         x, y = getattr(a, name), getattr(b, name)
@@ -171,7 +260,7 @@ def _check_alike(a: LayoutBase, b: LayoutBase) -> None:
     if a.device is not None and b.device is not None and a.device != b.device:
         problems.append(f"device must be the same, got {a.device} and {b.device}; move one with to()")
     if problems:
-        raise LayoutError("layouts joined with & must fit each other: " + "; ".join(problems))
+        raise LayoutError(f"layouts joined with {sign} must fit each other: " + "; ".join(problems))
 
 
 def _in_both(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -179,17 +268,21 @@ def _in_both(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def places(layout: LayoutBase) -> tuple[Tensor, Tensor] | None:
-    """The positions of queries and keys where they are written out."""
+    """The positions of queries and keys where they are written out, and are the same in all parts."""
     mask = layout.visibility
-    holder = mask if isinstance(mask, StructuredMask) else layout
-    if holder.q_positions is None:
+    holders = [part.mask for part in mask.parts] if isinstance(mask, UnionMask) else [mask]
+    found = [(of.q_positions, of.kv_positions) if isinstance(of, StructuredMask) else None for of in holders]
+    q, k = found[0] or (layout.q_positions, layout.kv_positions)
+    if q is None or any(other is not None and (other[0] is not q or other[1] is not k) for other in found):
         return None
-    return positions((holder.q_positions, holder.kv_positions), layout.q_len, layout.kv_len, layout.device)
+    return positions((q, k), layout.q_len, layout.kv_len, layout.device)
 
 
 def is_placed(layout: LayoutBase) -> bool:
     """Whether the layout says itself where its queries and keys stand."""
     mask = layout.visibility
+    if isinstance(mask, UnionMask):
+        return all(part.mask.q_positions is not None or part.mask.positional for part in mask.parts)
     return places(layout) is not None or (isinstance(mask, StructuredMask) and mask.positional)
 
 
@@ -221,16 +314,28 @@ def steps_by_one(layout: LayoutBase, at: Tensor) -> Tensor | None:
     return ((shift.diff(dim=1) == 0) | (documents.diff(dim=1) != 0) | (hidden[:, 1:] != 0)).all()
 
 
-def _structured(
-    a: StructuredMask, b: StructuredMask, a_known: Known, b_known: Known
-) -> tuple[StructuredMask | None, Known]:
+def _structured(a: Structure, b: Structure, a_known: Known, b_known: Known) -> tuple[Structure | None, Known]:
     """The intersection as a structure and its copy on the host, which decides where there is one."""
     if a_known.mask is None or b_known.mask is None or torch.compiler.is_compiling():
-        return intersect(a, b, operator.is_), Known()
-    mask = intersect(a_known.mask, b_known.mask, _equal)
+        return _intersect(a, b, operator.is_), Known()
+    mask = _intersect(a_known.mask, b_known.mask, _equal)
     if mask is None:
         return None, Known()
-    return intersect(a, b, lambda *_: True), Known(mask, _in_both(a_known.active, b_known.active))
+    return _intersect(a, b, lambda *_: True), Known(mask, _in_both(a_known.active, b_known.active))
+
+
+def _intersect(a: Structure, b: Structure, same: Callable[[Tensor, Tensor], bool]) -> Structure | None:
+    """The intersection of each part of one with each part of the other; ``None`` where one has no structured form."""
+    if isinstance(a, StructuredMask) and isinstance(b, StructuredMask):
+        return intersect(a, b, same)
+    parts: list[Part] = []
+    for left in parts_of(a, None):
+        for right in parts_of(b, None):
+            mask = intersect(left.mask, right.mask, same)
+            if mask is None or len(parts) == MAX_PARTS:
+                return None
+            parts.append(Part(mask, _in_both(left.active, right.active)))
+    return UnionMask(tuple(parts))
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

@@ -11,6 +11,7 @@ from polyattn._errors import LayoutError, PolyattnError
 from polyattn._layout.base import LayoutBase
 from polyattn._layout.checks import check_int
 from polyattn._layout.structured import StructuredMask
+from polyattn._layout.union import UnionMask
 from polyattn.messages import shown
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class Drawable(LayoutBase):
         mask = self.visibility
         if isinstance(mask, StructuredMask):
             words = _rules(mask)
+        elif isinstance(mask, UnionMask):
+            words = [" | ".join(f"({', '.join(_rules(part.mask))})" for part in mask.parts)]
         elif isinstance(mask, Tensor):
             words = ["dense mask"]
         else:
@@ -110,11 +113,12 @@ def _rules(mask: StructuredMask) -> list[str]:
         "causal": "causal",
         "prefix_lengths": "after a prefix" + (" of each segment" if prefix is not None and prefix.dim() == 2 else ""),
         "window": f"window {mask.window}",
+        "sink_lengths": "sink tokens",
         "chunk_size": f"chunks of {mask.chunk_size}",
-        "q_segments": "packed documents",
+        "q_segments": "packed documents" if mask.kv_segment_ends is None else "a tree",
         "kv_valid": "padded keys",
         "q_positions": "explicit positions",
     }
-    given = mask.given() - {"kv_segments", "kv_positions"}  # which do not come alone
+    given = mask.given() - {"kv_segments", "kv_segment_ends", "kv_positions"}  # which do not come alone
     words = [text for name, text in rules.items() if name in given]
     return [*(() if mask.causal else ("both directions",)), *words, *sorted(given - rules.keys())]

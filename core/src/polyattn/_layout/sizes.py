@@ -6,7 +6,7 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import check_bool, check_int, check_ints, check_positions
-from polyattn._layout.structured import StructuredMask
+from polyattn._layout.structured import Structure, StructuredMask
 
 
 def infer_sizes(
@@ -32,7 +32,9 @@ def infer_sizes(
     if isinstance(visibility, Tensor):
         check_bool("visibility", visibility, "[B|1, H|1, Q, K]", (4,))
         tensors = {"visibility": visibility}
-    elif type(visibility) is StructuredMask:
+    elif isinstance(visibility, Structure) and (
+        type(visibility) is StructuredMask or not isinstance(visibility, StructuredMask)
+    ):
         tensors = visibility.tensors()
     elif not callable(visibility) or isinstance(visibility, StructuredMask):
         got = type(visibility).__name__
@@ -46,12 +48,12 @@ def infer_sizes(
     if positions[0] is not None or positions[1] is not None:
         tensors |= _positions(visibility, *positions)
     for name, value in tensors.items():
-        want = list(value.shape[:1])
+        want, field = list(value.shape[:1]), name.rpartition(".")[2]
         if name == "visibility":
             want = [*value.shape[:2], q_len, kv_len]
-        elif name == "active_queries" or name.startswith(("q_", "kv_")):
-            want.append(kv_len if name.startswith("kv_") else q_len)
-        elif name != "prefix_lengths":
+        elif field == "active_queries" or field.startswith(("q_", "kv_")):
+            want.append(kv_len if field.startswith("kv_") else q_len)
+        elif field not in {"prefix_lengths", "sink_lengths"}:
             problems.append(f"{name} must begin with q_ or kv_, which says what its second dimension runs over")
         elif value.dim() == 2:
             want.append(value.shape[1])
@@ -59,8 +61,10 @@ def infer_sizes(
             problems.append(f"{name} must fit q_len={q_len} and kv_len={kv_len}: shape {want}, got {list(value.shape)}")
     rows = _one_size("batch", batch, {name: value.shape[0] for name, value in tensors.items()}, problems)
     per_head = {"visibility": visibility.shape[1]} if isinstance(visibility, Tensor) else {}
-    if isinstance(visibility, StructuredMask) and heads not in (None, 1):
-        problems.append(f"heads must be 1 with a StructuredMask, which is the same for all heads, got {heads}")
+    if isinstance(visibility, Structure) and heads not in (None, 1):
+        problems.append(
+            f"heads must be 1 with a {type(visibility).__name__}, which is the same for all heads, got {heads}"
+        )
     count = _one_size("heads", heads, per_head, problems)
     devices = {name: value.device for name, value in tensors.items()}
     if len(set(devices.values())) > 1:
@@ -74,7 +78,7 @@ def infer_sizes(
 def _positions(visibility: object, q: Tensor | None, k: Tensor | None) -> dict[str, Tensor]:
     """The positions of a dense mask or ``mask_mod`` by name, checked by themselves."""
     given = {name: value for name, value in (("q_positions", q), ("kv_positions", k)) if value is not None}
-    if given and isinstance(visibility, StructuredMask):
+    if given and isinstance(visibility, Structure):
         raise LayoutError(
             f"{' and '.join(given)} must be fields of the StructuredMask, got them beside it; give them there"
         )

@@ -1,8 +1,8 @@
-"""The three descriptions of visibility behind one set of functions.
+"""The descriptions of visibility behind one set of functions.
 
 A visibility is a ``Bool[B|1, H|1, Q, K]`` tensor, a ``mask_mod`` with FlexAttention's signature, or a
-:class:`StructuredMask`. Parts and intersections of a ``mask_mod`` are ``mask_mod`` objects of our own, so that
-they can be moved and pickled.
+:class:`Structure`: a :class:`StructuredMask` or a union of several. Parts and
+intersections of a ``mask_mod`` are ``mask_mod`` objects of our own, so that they can be moved and pickled.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import Index
 from polyattn._layout.indexing import pick, take
-from polyattn._layout.structured import MaskMod, StructuredMask, structured_mod, visible_rows
+from polyattn._layout.structured import MaskMod, Structure
 
-Visibility = Tensor | MaskMod | StructuredMask
+Visibility = Tensor | MaskMod | Structure
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,21 +41,24 @@ class SelectedMod:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BothMod:
-    """The intersection of two visibilities of the same lengths."""
+class JoinedMod:
+    """The intersection or the union of two visibilities of the same lengths."""
 
     left: Visibility
     right: Visibility
     q_len: int
     kv_len: int
+    either: bool = False
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """Whether both let the query see the key."""
+        """Whether both, or one of them, let the query see the key."""
         return self.mod()(b, h, q_idx, kv_idx)
 
     def mod(self) -> MaskMod:
-        """The intersection as a function whose parts are resolved once."""
+        """The same as a function whose parts are resolved once."""
         left, right = (to_mod(part, self.q_len, self.kv_len) for part in (self.left, self.right))
+        if self.either:
+            return lambda b, h, q_idx, kv_idx: left(b, h, q_idx, kv_idx) | right(b, h, q_idx, kv_idx)
         return lambda b, h, q_idx, kv_idx: left(b, h, q_idx, kv_idx) & right(b, h, q_idx, kv_idx)
 
 
@@ -69,9 +72,9 @@ def held(visibility: object) -> list[Tensor]:
     """The tensors that a description holds; what a user's ``mask_mod`` captures is not among them."""
     if isinstance(visibility, Tensor):
         return [visibility]
-    if isinstance(visibility, StructuredMask):
+    if isinstance(visibility, Structure):
         return list(visibility.tensors().values())
-    if isinstance(visibility, (SelectedMod, BothMod)):
+    if isinstance(visibility, (SelectedMod, JoinedMod)):
         return [x for field in dataclasses.fields(visibility) for x in held(getattr(visibility, field.name))]
     return []
 
@@ -80,9 +83,9 @@ def moved(visibility: Visibility, device: torch.device) -> Visibility:
     """The description with its tensors on ``device``; a user's ``mask_mod`` stays as it is."""
     if isinstance(visibility, Tensor):
         return visibility.to(device)
-    if isinstance(visibility, StructuredMask):
+    if isinstance(visibility, Structure):
         return visibility.replace(**{name: value.to(device) for name, value in visibility.tensors().items()})
-    if isinstance(visibility, BothMod):
+    if isinstance(visibility, JoinedMod):
         return dataclasses.replace(
             visibility, left=moved(visibility.left, device), right=moved(visibility.right, device)
         )
@@ -94,15 +97,15 @@ def moved(visibility: Visibility, device: torch.device) -> Visibility:
 
 
 def selected(visibility: Tensor | MaskMod, axis: str, index: Index) -> Tensor | MaskMod:
-    """The part of a tensor or ``mask_mod`` at ``index`` along ``axis``: ``heads``, ``queries`` or ``keys``."""
+    """The part of a tensor or ``mask_mod`` at ``index`` along ``axis``: ``batch``, ``heads``, ``queries``, ``keys``."""
     if isinstance(visibility, Tensor):
-        return take(visibility, {"heads": 1, "queries": 2, "keys": 3}[axis], index)
+        return take(visibility, {"batch": 0, "heads": 1, "queries": 2, "keys": 3}[axis], index)
     return SelectedMod(visibility, **{axis: index})
 
 
 def pinned(visibility: Visibility, batch: int, heads: int) -> Visibility:
     """A ``mask_mod`` of one batch row or head as one that serves all: called with index 0, whatever the index."""
-    if isinstance(visibility, (Tensor, StructuredMask)):
+    if isinstance(visibility, (Tensor, Structure)):
         return visibility
     first = slice(0, 1, 0)  # of step 0, so that every index selects element 0
     axes = {name: first for name, size in (("batch", batch), ("heads", heads)) if size == 1}
@@ -114,9 +117,9 @@ def to_mod(visibility: Visibility, q_len: int, kv_len: int) -> MaskMod:
     if isinstance(visibility, Tensor):
         dense = visibility
         return lambda b, h, q_idx, kv_idx: pick(dense, b, h, q_idx, kv_idx)
-    if isinstance(visibility, StructuredMask):
-        return structured_mod(visibility, q_len, kv_len)
-    if isinstance(visibility, BothMod):
+    if isinstance(visibility, Structure):
+        return visibility.mod(q_len, kv_len)
+    if isinstance(visibility, JoinedMod):
         return visibility.mod()
     return _boolean(visibility)
 
@@ -150,12 +153,12 @@ def dense_rows(
     batch, heads, q_len, kv_len = sizes
     if isinstance(visibility, Tensor):
         return visibility[:, :, start:stop]
-    if isinstance(visibility, StructuredMask):
-        return visible_rows(visibility, q_len, kv_len, start, stop, device or torch.device("cpu")).unsqueeze(1)
+    if isinstance(visibility, Structure):
+        return visibility.rows(q_len, kv_len, start, stop, device or torch.device("cpu")).unsqueeze(1)
     device = device or _home(visibility)
-    if isinstance(visibility, BothMod):
+    if isinstance(visibility, JoinedMod):
         left, right = (dense_rows(part, sizes, start, stop, device) for part in (visibility.left, visibility.right))
-        return left & right
+        return left | right if visibility.either else left & right
     if 0 in (batch, heads, stop - start, kv_len):
         return torch.zeros(batch, heads, stop - start, kv_len, dtype=torch.bool, device=device)
     mod = to_mod(visibility, q_len, kv_len)
@@ -199,9 +202,9 @@ def _written(visibility: object) -> list[object]:
     """The functions of a user that a description is made of."""
     if isinstance(visibility, SelectedMod):
         return _written(visibility.whole)
-    if isinstance(visibility, BothMod):
+    if isinstance(visibility, JoinedMod):
         return _written(visibility.left) + _written(visibility.right)
-    return [] if isinstance(visibility, (Tensor, StructuredMask)) else [visibility]
+    return [] if isinstance(visibility, (Tensor, Structure)) else [visibility]
 
 
 def _home(mod: MaskMod) -> torch.device:

@@ -1,0 +1,169 @@
+"""Tables of blocks: rectangles of queries and keys, and what can be read off them.
+
+Inside a block query ``i`` sees key ``j``, both counted from the block's start, where ``low <= i - j <= high``. Every
+query of a block sees one unbroken run of its keys and at least one of them, and every key is seen by one of its
+queries. No pair of a query and a key lies in two blocks. Rows are sorted by batch row, first query and first key,
+behind an empty block of zeros, so that a table has at least two rows: a traced graph then holds for every length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Table(NamedTuple):
+    """A table and what the host knows of it.
+
+    Attributes:
+        bands: int64 CPU ``[N, 8]``, columns ``batch, q_start, q_stop, k_start, k_stop, low, high, shift``; ``shift`` is
+            the distance of the positions of the first query and the first key.
+        one_run: whether no query lies in two blocks.
+        unit: whether the positions of each block's queries and of its keys step by one, so that
+            ``i - j + shift`` is their distance.
+    """
+
+    bands: Tensor
+    one_run: bool = True
+    unit: bool = True
+
+    @classmethod
+    def empty(cls) -> Table:
+        """The table of a mask that shows nothing."""
+        return cls(torch.zeros(2, 8, dtype=torch.int64, device="cpu"))
+
+    @classmethod
+    def of(cls, columns: Sequence[Tensor], *, unit: bool) -> Table:
+        """The table of blocks in any order; neighbours that the same queries see whole become one."""
+        if columns[0].numel() == 0:
+            return cls.empty()
+        rows = torch.stack(list(columns), 1)
+        rows = _in_order(rows)
+        one_run = _one_run(rows)
+        if not one_run:
+            count = len(rows)
+            rows = _with_joined_keys(rows)
+            one_run, unit = _one_run(rows), unit and len(rows) == count
+        return cls(torch.cat([rows.new_zeros(1, 8), rows]), one_run, unit)
+
+    def narrow(self, left: int | None, right: int | None) -> Table:
+        """Under a window in positions, for a ``unit`` table; the ends of blocks are not trimmed."""
+        *rest, low, high, shift = self.bands.unbind(1)
+        low = low if right is None else torch.maximum(low, -right - shift)
+        high = high if left is None else torch.minimum(high, left - shift)
+        return self._replace(bands=torch.stack([*rest, low, high, shift], 1))
+
+    def in_positions(self, *, causal: bool) -> Tensor:
+        """The table in positions, ``[N, 7]``: ``shift`` and whether the causal rule hides a key of the block."""
+        low, shift = self.bands[:, 5], self.bands[:, 7]
+        hides = (low == -shift) & (low > self.bands[:, 3] - self.bands[:, 4]) & causal
+        return torch.cat([self.bands[:, :5], shift[:, None], hides[:, None]], 1)
+
+    def repeat(self, times: int) -> Table:
+        """The blocks of one batch row for so many rows that are like it."""
+        if times == 1:
+            return self
+        live = self.bands[1:][self.bands[1:, 2] > 0]
+        if len(live) == 0:
+            return self
+        many = live.repeat(times, 1)
+        many[:, 0] = torch.arange(times, device="cpu").repeat_interleave(len(live))
+        return self._replace(bands=torch.cat([self.bands[:1], many]))
+
+    def max_runs(self) -> int:
+        """The largest number of blocks that a query lies in."""
+        if self.one_run:
+            return 1
+        row, start, stop = self.bands[1:, :3].unbind(1)
+        span = int(stop.max()) + 1
+        edges, order = torch.cat([row * span + stop, row * span + start]).sort(stable=True)
+        step = torch.ones_like(edges)
+        step[: len(row)] = -1
+        return int(step[order].cumsum(0).max())
+
+    def intervals(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The runs of keys that each query sees: ``batch * q_len + query``, start, stop. Those that touch are one."""
+        batch, q_start, q_stop, k_start, k_stop, low, high, _ = self.bands.unbind(1)
+        block = torch.repeat_interleave(q_stop - q_start)
+        first = (q_stop - q_start).cumsum(0) - (q_stop - q_start)
+        i = torch.arange(block.numel(), device="cpu") - first[block]
+        width = (k_stop - k_start)[block]
+        start = k_start[block] + torch.minimum((i - high[block]).clamp(min=0), width)
+        stop = k_start[block] + torch.minimum((i - low[block] + 1).clamp(min=0), width)
+        row = batch[block] * q_len + q_start[block] + i
+        live = stop > start
+        row, start, stop = row[live], start[live], stop[live]
+        return (row, start, stop) if self.one_run else merged(row, start, stop, kv_len)
+
+    def covers(self, axis: str, length: int, rows: int) -> bool:
+        """Whether the blocks hold every query (``axis="q"``) or every key (``"k"``) of ``rows`` batch rows."""
+        if len(self.bands) == 2:
+            _, *block = self.bands[1].tolist()
+            start, stop = block[:2] if axis == "q" else block[2:4]
+            return rows == 1 and start == 0 and stop == length
+        row, start, stop = self.bands[:, [0, 1, 2] if axis == "q" else [0, 3, 4]].unbind(1)
+        start, order = (row * length + start).sort()
+        stop = (row * length + stop)[order]
+        reached = torch.cat([stop.new_zeros(1), stop.cummax(0).values[:-1]])
+        return int((stop - torch.maximum(start, reached)).clamp(min=0).sum()) == rows * length
+
+
+def merged(row: Tensor, start: Tensor, stop: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The union of intervals of each row, none empty: sorted by row and start, those that touch joined."""
+    if row.numel() == 0:
+        return row, start, stop
+    base = row * (kv_len + 1)  # rows lie on one line, a gap of one apart
+    start, order = (base + start).sort()
+    reached = (base + stop)[order].cummax(0).values
+    first = torch.ones_like(start, dtype=torch.bool)
+    first[1:] = start[1:] > reached[:-1]
+    start, stop = start[first], reached[torch.cat([first[1:], first.new_ones(1)])]
+    row = torch.div(start, kv_len + 1, rounding_mode="floor")
+    return row, start - row * (kv_len + 1), stop - row * (kv_len + 1)
+
+
+def padded_intervals(row: Tensor, start: Tensor, stop: Tensor, batch: int, q_len: int, max_runs: int) -> Tensor | None:
+    """Intervals by row as ``[batch, q_len, runs, 2]``; ``None`` where a row has more than ``max_runs``."""
+    place = torch.arange(row.numel(), device="cpu") - torch.searchsorted(row, row)
+    runs = int(place.max()) + 1 if place.numel() else 1
+    if runs > max_runs:
+        return None
+    found = torch.zeros(batch * q_len, runs, 2, dtype=torch.int64, device="cpu")
+    found[row, place] = torch.stack((start, stop), 1)
+    return found.view(batch, q_len, runs, 2)
+
+
+def covered_keys(row: Tensor, start: Tensor, stop: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor:
+    """Which keys lie in any of a batch row's intervals: Bool ``[batch, K]``, in time linear in intervals and keys."""
+    base = torch.div(row, max(1, q_len), rounding_mode="floor") * (kv_len + 1)
+    change = torch.zeros(batch * (kv_len + 1), dtype=torch.int32, device="cpu")
+    one = torch.ones_like(row, dtype=torch.int32)
+    change.index_add_(0, base + start, one).index_add_(0, base + stop, -one)
+    return change.view(batch, kv_len + 1)[:, :kv_len].cumsum(1) > 0
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    rows = rows[rows[:, 3].argsort(stable=True)]
+    rows = rows[rows[:, 1].argsort(stable=True)]
+    return rows[rows[:, 0].argsort(stable=True)]
+
+
+def _one_run(rows: Tensor) -> bool:
+    before, after = rows[:-1], rows[1:]
+    return bool(((after[:, 0] != before[:, 0]) | (after[:, 1] >= before[:, 2])).all())
+
+
+def _with_joined_keys(rows: Tensor) -> Tensor:
+    """Neighbouring runs of keys that the same queries see whole are one run."""
+    whole = (rows[:, 5] <= rows[:, 3] - rows[:, 4]) & (rows[:, 6] >= rows[:, 2] - rows[:, 1])
+    before, after = rows[:-1], rows[1:]
+    joined = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
+    joined[1:] = (before[:, :3] == after[:, :3]).all(1) & (before[:, 4] == after[:, 3]) & whole[:-1] & whole[1:]
+    first, last = ~joined, ~torch.cat([joined[1:], joined.new_zeros(1)])
+    result = rows[first]
+    result[:, 4] = rows[last, 4]
+    result[:, 5] = torch.where(whole[first], result[:, 3] - result[:, 4], result[:, 5])
+    return result
