@@ -35,9 +35,13 @@ class Pieces(NamedTuple):
     least: Tensor
     most: Tensor
 
+    def bounds(self) -> tuple[Tensor, ...]:
+        """What each run is ruled by."""
+        return self.low, self.high, self.least, self.most
+
     def at(self, index: Tensor) -> Pieces:
         """The pieces at ``index``, an integer or Bool tensor."""
-        return Pieces(self.runs.at(index), *[column[index] for column in self[1:]])
+        return Pieces(self.runs.at(index), *[bound[index] for bound in self.bounds()])
 
 
 def find_table(
@@ -54,11 +58,8 @@ def find_table(
         return Table.empty()
     compared = mask.q_positions is not None and mask.positional
     q_positions, k_positions = (mask.q_positions, mask.kv_positions) if compared else (None, None)
-    for positions in (
-        () if q_positions is None else {id(q_positions): q_positions, id(k_positions): k_positions}.values()
-    ):
-        if positions is not None and positions.dtype is torch.int64 and int(positions.abs().max()) > LARGEST:
-            return None
+    if _too_far(q_positions) or (k_positions is not q_positions and _too_far(k_positions)):
+        return None
     asked = _keys_asked_for(mask)
     wanted = active if exact else _span(active)
     q_runs, q_rows = find_runs(q_len, kv_len - q_len, q_positions, mask.q_segments, None, wanted)
@@ -70,7 +71,10 @@ def find_table(
     pieces = _pieces(mask, q_runs.spread(q_rows, rows))
     most = min(MAX_PAIRS, max(2**12, rows * q_len * kv_len >> 6))
     found = _join(mask, pieces, k_runs.spread(k_rows, rows), most)
-    return None if found is None else _table(*found)
+    if found is None:
+        return None
+    pairs, runs, once = found
+    return _table(pairs, runs, alone=once and mask.prefix_lengths is None and mask.sink_lengths is None)
 
 
 def _too_far(positions: Tensor | None) -> bool:
@@ -151,9 +155,10 @@ def _cut_at_chunks(pieces: Pieces, size: int) -> Pieces:
     )
 
 
-def _joined(*pieces: Pieces) -> Pieces:
-    runs = Runs(*[torch.cat(columns) for columns in zip(*[part.runs for part in pieces], strict=True)])
-    return Pieces(runs, *[torch.cat(columns) for columns in zip(*[part[1:] for part in pieces], strict=True)])
+def _joined(first: Pieces, *others: Pieces) -> Pieces:
+    runs = first.runs.with_later(*[part.runs for part in others])
+    bounds = zip(first.bounds(), *[of.bounds() for of in others], strict=True)
+    return Pieces(runs, *[torch.cat(columns) for columns in bounds])
 
 
 def _ragged(count: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,10 +167,18 @@ def _ragged(count: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.arange(index.numel(), device="cpu") - (count.cumsum(0) - count)[index]
 
 
-def _join(mask: StructuredMask, pieces: Pieces, keys: Runs, most: int) -> tuple[Pieces, Runs] | None:
-    """Each piece of queries with each run of keys that it may see, ordered by query and key; ``None``: too many."""
+def _join(mask: StructuredMask, pieces: Pieces, keys: Runs, most: int) -> tuple[Pieces, Runs, bool] | None:
+    """Each piece of queries with each run of keys that it may see, by query and key, and whether with one at most.
+
+    ``None``: there are too many.
+    """
     queries = pieces.runs
+    if queries is keys and _one_a_document(keys):
+        return pieces, keys, True
     if mask.q_segments is None:
+        rows = torch.arange(len(keys.row), device="cpu")
+        if len(keys.row) <= len(queries.row) and int(queries.row.max()) < len(rows) and bool((keys.row == rows).all()):
+            return pieces, keys.at(queries.row), True
         first, last, base = keys.row, keys.row + 1, queries.row
     else:
         known = queries.first.unique()
@@ -175,27 +188,35 @@ def _join(mask: StructuredMask, pieces: Pieces, keys: Runs, most: int) -> tuple[
         last = keys.row * count + torch.searchsorted(known, keys.last)
     base, order = base.sort(stable=True)
     low = torch.searchsorted(base, first)
-    count = (torch.searchsorted(base, last) - low).clamp(min=0)
-    if int(count.sum()) > most:
+    met = (torch.searchsorted(base, last) - low).clamp(min=0)
+    if int(met.sum()) > most:
         return None
-    key, place = _ragged(count)
+    key, place = _ragged(met)
     query = order[low[key] + place]
     # By query, and by key for each: keys are in order already.
     query, order = query.sort(stable=True)
     pieces, keys = pieces.at(query), keys.at(key[order])
-    return (pieces, keys) if mask.kv_segment_ends is None else _with_joined_keys(query, pieces, keys)
+    if mask.kv_segment_ends is not None:
+        pieces, keys = _with_joined_keys(query, pieces, keys)
+    return pieces, keys, False
+
+
+def _one_a_document(runs: Runs) -> bool:
+    """Whether no two runs of a batch row are of one segment, seen at once where segments go up."""
+    return len(runs.row) == 1 or bool(((runs.row[1:] > runs.row[:-1]) | (runs.first[1:] > runs.first[:-1])).all())
 
 
 def _with_joined_keys(query: Tensor, pieces: Pieces, keys: Runs) -> tuple[Pieces, Runs]:
     """Runs of keys that go on in the next node of a tree, in place and in position, are one run for who sees both."""
     goes_on = (query[1:] == query[:-1]) & (keys.start[1:] == keys.stop[:-1]) & (keys.position[1:] == keys.end[:-1])
-    goes_on &= ~(keys.flat[1:] | keys.flat[:-1])
+    if keys.flat is not None:
+        goes_on &= ~(keys.flat[1:] | keys.flat[:-1])
     first, last = torch.ones_like(query, dtype=torch.bool), torch.ones_like(query, dtype=torch.bool)
     first[1:], last[:-1] = ~goes_on, ~goes_on
     return pieces.at(first), keys.at(first)._replace(stop=keys.stop[last], end=keys.end[last])
 
 
-def _table(pieces: Pieces, keys: Runs) -> Table:
+def _table(pieces: Pieces, keys: Runs, *, alone: bool) -> Table:
     """The blocks of pairs of queries and keys, without ends that see or show nothing."""
     q = pieces.runs
     first, last = torch.maximum(keys.position, pieces.low), torch.minimum(keys.end, pieces.high)
@@ -210,4 +231,5 @@ def _table(pieces: Pieces, keys: Runs) -> Table:
     shift, width, height = begin - first, k.stop - k.start, q.stop - q.start
     low = torch.where(begin - (last - 1) < pieces.least, pieces.least - shift, -width)
     high = torch.where(end - 1 - first > pieces.most, pieces.most - shift, height)
-    return Table.of((q.row, q.start, q.stop, k.start, k.stop, low, high, shift), unit=not bool((q.flat | k.flat).any()))
+    unit = not any(flat is not None and bool(flat.any()) for flat in (q.flat, k.flat))
+    return Table.of((q.row, q.start, q.stop, k.start, k.stop, low, high, shift), unit=unit, alone=alone)

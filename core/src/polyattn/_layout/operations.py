@@ -164,13 +164,15 @@ class Combinable(Drawable):
         """The layout of some of the heads. One that is the same for all heads (``heads == 1``) stays as it is."""
         if not isinstance(index, slice):
             raise LayoutError(f"index must be a slice of heads, got {shown(index)}")
-        if self.heads == 1 or isinstance(self.visibility, StructuredMask):
+        if self.heads == 1 or isinstance(self.visibility, Structure):
             return self
         part, _, count = as_index(index, self.heads, validate=True)
         return self._with(heads=count, visibility=selected(self.visibility, "heads", part), known=Known())
 
     def select_batch(self, index: Some, *, validate: bool = True) -> Self:
-        """The layout of some of the batch rows; one of batch 1 serves as many. See :meth:`select_queries`."""
+        """The layout of some of the batch rows, see :meth:`select_queries`; one of batch 1, which serves all, stays."""
+        if self.batch == 1:
+            return self
         part, host_part, count = as_index(index, self.batch, validate=validate)
         fields: dict[str, Any] = {"batch": count}
         for name in ("active_queries", "q_positions", "kv_positions"):
@@ -184,12 +186,9 @@ class Combinable(Drawable):
             host = known.mask.replace(**{k: _batch_rows(x, host_part) for k, x in known.mask.tensors().items()})
             active = None if known.active is None else _batch_rows(known.active, host_part)
             return self._with(**fields, known=Known(host, active))
-        if isinstance(mask, Tensor):
-            fields["visibility"] = _batch_rows(mask, part)
-        elif self.batch != 1:
-            fields["visibility"] = selected(mask, "batch", part)
-        else:
-            fields["visibility"] = pinned(mask, 1, self.heads)
+        fields["visibility"] = (
+            mask if isinstance(mask, Tensor) and mask.shape[0] == 1 else selected(mask, "batch", part)
+        )
         return self._with(**fields, known=Known())
 
     def _select(self, axis: str, part: Index, host_part: Index | None, **fields: Any) -> Self:

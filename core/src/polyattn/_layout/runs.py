@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 class Runs(NamedTuple):
-    """Runs of indices, one entry each, in order: int64 CPU tensors ``[N]``, ``flat`` Bool.
+    """Runs of indices, one entry each, in order: int64 CPU tensors ``[N]``.
 
     Attributes:
         row: the batch row.
@@ -17,7 +18,7 @@ class Runs(NamedTuple):
         position, end: of the first index, and one beyond the position of the last. In a ``flat`` run all indices have
             one position, so that ``end`` is ``position + 1``.
         first, last: segments ``first .. last - 1``: of queries their own, of keys those that may see them.
-        flat: whether all indices have one position.
+        flat: Bool, whether all indices have one position; ``None``: nowhere.
     """
 
     row: Tensor
@@ -27,25 +28,37 @@ class Runs(NamedTuple):
     end: Tensor
     first: Tensor
     last: Tensor
-    flat: Tensor
+    flat: Tensor | None = None
 
     def at(self, index: Tensor) -> Runs:
         """The runs at ``index``, an integer or Bool tensor."""
-        return Runs(*[column[index] for column in self])
+        return self._mapped(lambda column: column[index])
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Runs:
+        return Runs(*[change(column) for column in self if column is not None])
 
     def within(self, low: Tensor, high: Tensor) -> Runs:
         """The parts at positions ``low .. high - 1``, of which none may be empty."""
         position, end = torch.maximum(self.position, low), torch.minimum(self.end, high)
-        start = torch.where(self.flat, self.start, self.start + (position - self.position))
-        stop = torch.where(self.flat, self.stop, self.stop - (self.end - end))
+        start, stop = self.start + (position - self.position), self.stop - (self.end - end)
+        if self.flat is not None:
+            start, stop = torch.where(self.flat, self.start, start), torch.where(self.flat, self.stop, stop)
         return self._replace(start=start, stop=stop, position=position, end=end)
+
+    def with_later(self, *others: Runs) -> Runs:
+        """These runs and then the others."""
+        flat = [
+            of.flat if of.flat is not None else torch.zeros_like(of.row, dtype=torch.bool) for of in (self, *others)
+        ]
+        columns = [torch.cat(column) for column in zip(*[of[:-1] for of in (self, *others)], strict=True)]
+        return Runs(*columns, None if self.flat is None else torch.cat(flat))
 
     def spread(self, have: int, rows: int) -> Runs:
         """The runs of ``have`` batch rows, 1 or ``rows``, for all of ``rows``."""
         if have == rows:
             return self
         count = len(self.row)
-        repeated = Runs(*[column.repeat(rows) for column in self])
+        repeated = self._mapped(lambda column: column.repeat(rows))
         return repeated._replace(row=torch.arange(rows, device="cpu").repeat_interleave(count))
 
 
@@ -70,7 +83,7 @@ def find_runs(
     given = [value for value in (positions, segments, ends, wanted) if value is not None]
     rows = max([value.shape[0] for value in given], default=1)
     if not given:
-        return Runs(*torch.tensor([[0], [0], [length], [offset], [offset + length], [0], [1]]), NEVER), 1
+        return Runs(*torch.tensor([[0], [0], [length], [offset], [offset + length], [0], [1]], device="cpu")), 1
     cut = torch.zeros(rows, length + 1, dtype=torch.bool, device="cpu")
     inner = cut[:, 1:-1]
     for value in (segments, ends, wanted):
@@ -98,17 +111,14 @@ def find_runs(
         real = wanted.expand(rows, -1)[row, start]
         row, start, stop = row[real], start[real], stop[real]
 
-    def value(of: Tensor) -> Tensor:
+    def at_start(of: Tensor) -> Tensor:
         return of.expand(rows, -1)[row, start].long()
 
-    level = torch.zeros_like(row, dtype=torch.bool)
+    position = start + offset if positions is None else at_start(positions)
+    end = position + (stop - start)
+    flats: Tensor | None = None
     if flat is not None:
-        level = (stop > start + 1) & flat.expand(rows, -1)[row, start.clamp(max=length - 2)]
-    position = start + offset if positions is None else value(positions)
-    first = torch.zeros_like(start) if segments is None else value(segments)
-    last = first + 1 if ends is None else value(ends)
-    end = torch.where(level, position + 1, position + stop - start)
-    return Runs(row, start, stop, position, end, first, last, level), rows
-
-
-NEVER = torch.zeros(1, dtype=torch.bool, device="cpu")
+        flats = (stop > start + 1) & flat.expand(rows, -1)[row, start.clamp(max=length - 2)]
+        end = torch.where(flats, position + 1, end)
+    first = torch.zeros_like(start) if segments is None else at_start(segments)
+    return Runs(row, start, stop, position, end, first, first + 1 if ends is None else at_start(ends), flats), rows

@@ -36,18 +36,23 @@ class Table(NamedTuple):
         return cls(torch.zeros(2, 8, dtype=torch.int64, device="cpu"))
 
     @classmethod
-    def of(cls, columns: Sequence[Tensor], *, unit: bool) -> Table:
-        """The table of blocks in any order; neighbours that the same queries see whole become one."""
+    def of(cls, columns: Sequence[Tensor], *, unit: bool, alone: bool = False) -> Table:
+        """The table of blocks in any order; neighbours that the same queries see whole become one.
+
+        ``alone``: no query lies in two of them, and they are in order.
+        """
         if columns[0].numel() == 0:
             return cls.empty()
         rows = torch.stack(list(columns), 1)
-        rows = _in_order(rows)
-        one_run = _one_run(rows)
+        one_run = alone or len(rows) == 1
+        if not one_run:
+            rows = _in_order(rows)
+            one_run = _one_run(rows)
         if not one_run:
             count = len(rows)
             rows = _with_joined_keys(rows)
             one_run, unit = _one_run(rows), unit and len(rows) == count
-        return cls(torch.cat([rows.new_zeros(1, 8), rows]), one_run, unit)
+        return cls(torch.nn.functional.pad(rows, (0, 0, 1, 0)), one_run, unit)
 
     def narrow(self, left: int | None, right: int | None) -> Table:
         """Under a window in positions, for a ``unit`` table; the ends of blocks are not trimmed."""
@@ -104,11 +109,15 @@ class Table(NamedTuple):
             _, *block = self.bands[1].tolist()
             start, stop = block[:2] if axis == "q" else block[2:4]
             return rows == 1 and start == 0 and stop == length
-        row, start, stop = self.bands[:, [0, 1, 2] if axis == "q" else [0, 3, 4]].unbind(1)
-        start, order = (row * length + start).sort()
-        stop = (row * length + stop)[order]
-        reached = torch.cat([stop.new_zeros(1), stop.cummax(0).values[:-1]])
-        return int((stop - torch.maximum(start, reached)).clamp(min=0).sum()) == rows * length
+        start, stop = self.bands[:, 1:3].unbind(1) if axis == "q" else self.bands[:, 3:5].unbind(1)
+        if rows > 1:
+            base = self.bands[:, 0] * length
+            start, stop = base + start, base + stop
+        if axis == "k":
+            start, order = start.sort()
+            stop = stop[order]
+        reached = stop.cummax(0).values
+        return bool((start[1:] <= reached[:-1]).all()) and int(reached[-1]) == rows * length
 
 
 def merged(row: Tensor, start: Tensor, stop: Tensor, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,9 +155,13 @@ def covered_keys(row: Tensor, start: Tensor, stop: Tensor, batch: int, q_len: in
 
 
 def _in_order(rows: Tensor) -> Tensor:
-    rows = rows[rows[:, 3].argsort(stable=True)]
-    rows = rows[rows[:, 1].argsort(stable=True)]
-    return rows[rows[:, 0].argsort(stable=True)]
+    """Rows of a table by batch row, first query and first key."""
+    batch, query, key = (rows[1:, at] - rows[:-1, at] for at in (0, 1, 3))
+    if bool(((batch > 0) | ((batch == 0) & ((query > 0) | ((query == 0) & (key >= 0))))).all()):
+        return rows
+    for at in (3, 1, 0):
+        rows = rows[rows[:, at].argsort(stable=True)]
+    return rows
 
 
 def _one_run(rows: Tensor) -> bool:

@@ -131,9 +131,9 @@ def _tokens(parents: list[int], lengths: list[int]) -> tuple[Tensor, Tensor, Ten
             number[node], depth[node] = free[parent], depth[parent] + lengths[parent]
             free[parent] += below[node]
         free[node] = number[node] + 1
-    length = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     columns = torch.tensor([depth, number, below], dtype=torch.int64, device="cpu").reshape(3, -1)
-    of = torch.repeat_interleave(length)
-    place = torch.arange(of.numel(), device="cpu") - (length.cumsum(0) - length)[of]
-    depths, numbers, sizes = columns[:, of]
-    return depths + place, numbers, numbers + sizes
+    of = torch.repeat_interleave(sizes)
+    place = torch.arange(of.numel(), device="cpu") - (sizes.cumsum(0) - sizes)[of]
+    depths, numbers, nodes = columns[:, of]
+    return depths + place, numbers, numbers + nodes

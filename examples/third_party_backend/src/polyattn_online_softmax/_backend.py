@@ -93,8 +93,9 @@ class OnlineSoftmaxBackend(BackendBase):
         mask, blocks = layout.visibility, layout.to_blocks()
         assert isinstance(mask, StructuredMask)
         assert blocks is not None
+        assert mask.window is None or isinstance(mask.window, int)  # the abilities name no window of two sides
         rows, keys = hidden_in_blocks(layout, request)
-        return Plan(blocks, layout.batch > 1, -1 if mask.window is None else mask.window, rows, keys)
+        return Plan(blocks, layout.batch > 1, mask.window or -1, rows, keys)
 
     def attend(
         self,
