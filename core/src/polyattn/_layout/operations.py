@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,9 +12,10 @@ from polyattn._errors import LayoutError
 from polyattn._layout.base import LayoutBase
 from polyattn._layout.checks import Index, as_index, check_int
 from polyattn._layout.indexing import positions, take
+from polyattn._layout.intersections import in_both, structured_and
 from polyattn._layout.known import Known
 from polyattn._layout.picture import Drawable
-from polyattn._layout.structured import NARROWED, Structure, StructuredMask, intersect
+from polyattn._layout.structured import NARROWED, Structure, StructuredMask
 from polyattn._layout.union import MAX_PARTS, Part, UnionMask, parts_of
 from polyattn._layout.visibility import JoinedMod, pinned, selected
 from polyattn._layout.windows import Sides, Window, narrower, window_sides
@@ -100,10 +100,10 @@ class Combinable(Drawable):
         if not isinstance(other, LayoutBase):
             return NotImplemented
         fields = _joined_fields(self, other, "&")
-        fields["active_queries"] = _in_both(self.active_queries, other.active_queries)
+        fields["active_queries"] = in_both(self.active_queries, other.active_queries)
         left, right, device = self.visibility, other.visibility, self.device or other.device
         if isinstance(left, Structure) and isinstance(right, Structure):
-            mask, known = _structured(left, right, self._known, other._known)
+            mask, known = structured_and(left, right, self._known, other._known)
             if mask is not None:
                 return self._with(**fields, visibility=mask, known=known)
         fields["q_positions"], fields["kv_positions"] = places(self) or places(other) or (None, None)
@@ -262,10 +262,6 @@ def _check_alike(a: LayoutBase, b: LayoutBase, sign: str) -> None:
         raise LayoutError(f"layouts joined with {sign} must fit each other: " + "; ".join(problems))
 
 
-def _in_both(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return y if x is None else x if y is None else x & y
-
-
 def places(layout: LayoutBase) -> tuple[Tensor, Tensor] | None:
     """The positions of queries and keys where they are written out, and are the same in all parts."""
     mask = layout.visibility
@@ -311,31 +307,3 @@ def steps_by_one(layout: LayoutBase, at: Tensor) -> Tensor | None:
     # Documents one after the other, the valid keys of each before the others.
     shift, hidden, documents = (x.expand(rows, -1).gather(1, order) for x in (shift, hidden, documents))
     return ((shift.diff(dim=1) == 0) | (documents.diff(dim=1) != 0) | (hidden[:, 1:] != 0)).all()
-
-
-def _structured(a: Structure, b: Structure, a_known: Known, b_known: Known) -> tuple[Structure | None, Known]:
-    """The intersection as a structure and its copy on the host, which decides where there is one."""
-    if a_known.mask is None or b_known.mask is None or torch.compiler.is_compiling():
-        return _intersect(a, b, operator.is_), Known()
-    mask = _intersect(a_known.mask, b_known.mask, _equal)
-    if mask is None:
-        return None, Known()
-    return _intersect(a, b, lambda *_: True), Known(mask, _in_both(a_known.active, b_known.active))
-
-
-def _intersect(a: Structure, b: Structure, same: Callable[[Tensor, Tensor], bool]) -> Structure | None:
-    """The intersection of each part of one with each part of the other; ``None`` where one has no structured form."""
-    if isinstance(a, StructuredMask) and isinstance(b, StructuredMask):
-        return intersect(a, b, same)
-    parts: list[Part] = []
-    for left in parts_of(a, None):
-        for right in parts_of(b, None):
-            mask = intersect(left.mask, right.mask, same)
-            if mask is None or len(parts) == MAX_PARTS:
-                return None
-            parts.append(Part(mask, _in_both(left.active, right.active)))
-    return UnionMask(tuple(parts))
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    return x.dtype is y.dtype and bool((x == y).all())

@@ -25,7 +25,7 @@ from torch import Tensor
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import check_bool, check_flag, check_int, check_ints, check_positions
 from polyattn._layout.indexing import pick, positions
-from polyattn._layout.windows import Window, as_window, narrower, window_sides
+from polyattn._layout.windows import Window, as_window, window_sides
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -312,49 +312,3 @@ def _per_query(mask: StructuredMask, lengths: Tensor | None) -> Tensor | None:
         return None if lengths is None else lengths[:, None]
     rows = torch.broadcast_shapes(lengths.shape[:1], mask.q_segments.shape[:1])[0]
     return lengths.expand(rows, -1).gather(1, mask.q_segments.long().expand(rows, -1))
-
-
-def intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tensor], bool]) -> StructuredMask | None:
-    """The mask of what both see, or ``None`` where that has no structured form.
-
-    Args:
-        a: one mask.
-        b: another one of the same lengths.
-        same: whether two tensors are known to hold equal values.
-    """
-    if not a.given() | b.given() <= COMBINED:
-        return None
-    chunks = [size for size in (a.chunk_size, b.chunk_size) if size is not None]
-    if chunks and max(chunks) % min(chunks):
-        return None
-    segmented = [mask for mask in (a, b) if mask.q_segments is not None]
-    names = ("q_segments", "kv_segments", "kv_segment_ends")
-    if len(segmented) == 2 and not all(_same(a, b, name, same) for name in names):
-        return None
-    agree = _same(a, b, "q_positions", same) and _same(a, b, "kv_positions", same)
-    if not agree and a.positional and b.positional:
-        return None
-    # The positions of the one that compares them; failing that, whichever are written out.
-    placed = a if a.positional or (b.q_positions is None and not b.positional) else b
-    causal = [mask.prefix_lengths for mask in (a, b) if mask.causal]
-    prefixes = [prefix for prefix in causal if prefix is not None]
-    if len(prefixes) == 2 and prefixes[0].shape[1:] != prefixes[1].shape[1:]:
-        return None
-    valid = [mask.kv_valid for mask in (a, b) if mask.kv_valid is not None]
-    return StructuredMask(
-        causal=bool(causal),
-        window=narrower(a.reach, b.reach),
-        kv_valid=functools.reduce(operator.and_, valid) if valid else None,
-        q_positions=placed.q_positions,
-        kv_positions=placed.kv_positions,
-        q_segments=segmented[0].q_segments if segmented else None,
-        kv_segments=segmented[0].kv_segments if segmented else None,
-        kv_segment_ends=segmented[0].kv_segment_ends if segmented else None,
-        prefix_lengths=functools.reduce(torch.minimum, prefixes) if causal and len(prefixes) == len(causal) else None,
-        chunk_size=min(chunks) if chunks else None,
-    )
-
-
-def _same(a: StructuredMask, b: StructuredMask, name: str, same: Callable[[Tensor, Tensor], bool]) -> bool:
-    x, y = getattr(a, name), getattr(b, name)
-    return x is y or (x is not None and y is not None and same(x, y))
