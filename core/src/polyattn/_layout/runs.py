@@ -47,11 +47,8 @@ class Runs(NamedTuple):
 
     def with_later(self, *others: Runs) -> Runs:
         """These runs and then the others."""
-        flat = [
-            of.flat if of.flat is not None else torch.zeros_like(of.row, dtype=torch.bool) for of in (self, *others)
-        ]
-        columns = [torch.cat(column) for column in zip(*[of[:-1] for of in (self, *others)], strict=True)]
-        return Runs(*columns, None if self.flat is None else torch.cat(flat))
+        joined = zip(*[list(of) for of in (self, *others)], strict=True)
+        return Runs(*[torch.cat([x for x in columns if x is not None]) for columns in joined if columns[0] is not None])
 
     def spread(self, have: int, rows: int) -> Runs:
         """The runs of ``have`` batch rows, 1 or ``rows``, for all of ``rows``."""
