@@ -49,6 +49,11 @@ def intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tens
     """
     if not a.given() | b.given() <= COMBINED:
         return None
+    # A sink acts beside its own window; two windows of which one has a sink have no common form.
+    sinks = [mask for mask in (a, b) if mask.sink_lengths is not None and mask.window is not None]
+    windows = [mask for mask in (a, b) if mask.window is not None]
+    if sinks and len(windows) == 2 and not _same(a, b, "sink_lengths", same):
+        return None
     chunks = [size for size in (a.chunk_size, b.chunk_size) if size is not None]
     if chunks and max(chunks) % min(chunks):
         return None
@@ -77,6 +82,7 @@ def intersect(a: StructuredMask, b: StructuredMask, same: Callable[[Tensor, Tens
         kv_segment_ends=segmented[0].kv_segment_ends if segmented else None,
         prefix_lengths=functools.reduce(torch.minimum, prefixes) if causal and len(prefixes) == len(causal) else None,
         chunk_size=min(chunks) if chunks else None,
+        sink_lengths=sinks[0].sink_lengths if sinks else None,
     )
 
 

@@ -20,8 +20,6 @@ from polyattn._layout.tables import Table
 FAR = 2**61
 #: Positions of a table lie in ``-LARGEST .. LARGEST``.
 LARGEST = 2**60
-#: The fields that blocks can express.
-LOWERED = frozenset((*COMBINED, "sink_lengths"))
 #: The most pairs of a piece of queries and a run of keys; where there are more, a dense mask describes it better.
 MAX_PAIRS = 2**21
 
@@ -52,7 +50,7 @@ def find_table(
     Queries before the first and after the last ``active`` one (``Bool[B|1, Q]``) are left out; with ``exact`` all that
     are not active.
     """
-    if not mask.given() <= LOWERED:
+    if not mask.given() <= COMBINED:
         return None
     if 0 in (q_len, kv_len, rows):
         return Table.empty()
@@ -69,12 +67,21 @@ def find_table(
     else:
         k_runs, k_rows = find_runs(kv_len, 0, k_positions, mask.kv_segments, mask.kv_segment_ends, asked)
     pieces = _pieces(mask, q_runs.spread(q_rows, rows))
+    level = pieces.runs.flat
+    ascending = None if level is None or mask.q_segments is not None or asked is not None else _ascending(k_positions)
+    beside = None
+    if level is not None and ascending is not None:
+        beside, pieces = _among_ascending(pieces.at(level), ascending), pieces.at(~level)
     most = min(MAX_PAIRS, max(2**12, rows * q_len * kv_len >> 6))
     found = _join(mask, pieces, k_runs.spread(k_rows, rows), most)
     if found is None:
         return None
     pairs, runs, once = found
-    return _table(pairs, runs, alone=once and mask.prefix_lengths is None and mask.sink_lengths is None)
+    columns, unit = _blocks(pairs, runs)
+    if beside is not None:
+        columns = [torch.cat(both) for both in zip(columns, beside, strict=True)]
+    once = once and beside is None and mask.prefix_lengths is None and mask.sink_lengths is None
+    return Table.of(columns, unit=unit and beside is None, alone=once)
 
 
 def _too_far(positions: Tensor | None) -> bool:
@@ -216,8 +223,8 @@ def _with_joined_keys(query: Tensor, pieces: Pieces, keys: Runs) -> tuple[Pieces
     return pieces.at(first), keys.at(first)._replace(stop=keys.stop[last], end=keys.end[last])
 
 
-def _table(pieces: Pieces, keys: Runs, *, alone: bool) -> Table:
-    """The blocks of pairs of queries and keys, without ends that see or show nothing."""
+def _blocks(pieces: Pieces, keys: Runs) -> tuple[list[Tensor], bool]:
+    """The blocks of pairs of queries and keys, without ends that see or show nothing, and whether none is flat."""
     q = pieces.runs
     first, last = torch.maximum(keys.position, pieces.low), torch.minimum(keys.end, pieces.high)
     begin, end = torch.maximum(q.position, first + pieces.least), torch.minimum(q.end, last + pieces.most)
@@ -232,4 +239,24 @@ def _table(pieces: Pieces, keys: Runs, *, alone: bool) -> Table:
     low = torch.where(begin - (last - 1) < pieces.least, pieces.least - shift, -width)
     high = torch.where(end - 1 - first > pieces.most, pieces.most - shift, height)
     unit = not any(flat is not None and bool(flat.any()) for flat in (q.flat, k.flat))
-    return Table.of((q.row, q.start, q.stop, k.start, k.stop, low, high, shift), unit=unit, alone=alone)
+    return [q.row, q.start, q.stop, k.start, k.stop, low, high, shift], unit
+
+
+def _ascending(positions: Tensor | None) -> Tensor | None:
+    """The positions of the keys ``[K]``, where they never go down and are those of every batch row."""
+    if positions is None or len(positions) > 1 or not bool((positions.diff(dim=1) >= 0).all()):
+        return None
+    return positions[0]
+
+
+def _among_ascending(pieces: Pieces, positions: Tensor) -> list[Tensor]:
+    """The blocks of queries of one position each, which see an unbroken run of keys that are sorted by position."""
+    runs = pieces.runs
+    low = torch.maximum(pieces.low, runs.position - pieces.most)
+    high = torch.minimum(pieces.high, runs.position - pieces.least + 1)
+    positions = positions.long()
+    start, stop = torch.searchsorted(positions, low), torch.searchsorted(positions, high)
+    live = start < stop
+    row, q_start, q_stop = (column[live] for column in (runs.row, runs.start, runs.stop))
+    start, stop = start[live], stop[live]
+    return [row, q_start, q_stop, start, stop, start - stop, q_stop - q_start, torch.zeros_like(row)]

@@ -15,7 +15,7 @@ from polyattn._layout.indexing import positions, take
 from polyattn._layout.intersections import in_both, structured_and
 from polyattn._layout.known import Known
 from polyattn._layout.picture import Drawable
-from polyattn._layout.structured import NARROWED, Structure, StructuredMask
+from polyattn._layout.structured import COMBINED, Structure, StructuredMask
 from polyattn._layout.union import MAX_PARTS, Part, UnionMask, parts_of
 from polyattn._layout.visibility import JoinedMod, pinned, selected
 from polyattn._layout.windows import Sides, Window, narrower, window_sides
@@ -67,10 +67,10 @@ class Combinable(Drawable):
             return self
         mask, validate = self.visibility, True
         if q_positions is None or is_placed(self):
-            if isinstance(mask, StructuredMask) and mask.given() <= NARROWED:
+            if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
                 narrowed = mask.replace(window=narrower(mask.reach, sides))
                 return self if narrowed.window == mask.window else self._narrowed(narrowed)
-            if isinstance(mask, UnionMask) and mask.given() <= NARROWED:
+            if isinstance(mask, UnionMask) and mask.given() <= COMBINED:
                 return self._narrowed(_narrow_parts(mask, sides))
             (q_positions, kv_positions), validate = places(self) or (None, None), False
         band = StructuredMask(window=window, q_positions=q_positions, kv_positions=kv_positions)

@@ -242,10 +242,8 @@ class StructuredMask(Structure):
 _WITHOUT_DISTANCE = frozenset(
     ("kv_valid", "q_positions", "kv_positions", "q_segments", "kv_segments", "kv_segment_ends")
 )
-#: The fields that :func:`intersect` can combine.
-COMBINED = _WITHOUT_DISTANCE | {"causal", "window", "prefix_lengths", "chunk_size"}
-#: The fields beside which a window only narrows; a sink survives it.
-NARROWED = COMBINED | {"sink_lengths"}
+#: The fields that an intersection combines, beside which a window only narrows, and which a table of blocks expresses.
+COMBINED = _WITHOUT_DISTANCE | {"causal", "window", "prefix_lengths", "chunk_size", "sink_lengths"}
 _PER_TOKEN = (
     ("q_positions", "Q"),
     ("kv_positions", "K"),
