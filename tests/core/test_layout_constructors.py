@@ -316,14 +316,14 @@ def test_queries_in_a_few_runs_have_a_block_each():
     assert layout.to_blocks()[1:].tolist() == [[0, 0, 2, 0, 2, 0, 1], [0, 2, 4, 0, 8, 6, 1]]
 
 
-def test_positions_that_wrap_are_not_a_run():
+def test_positions_too_far_apart_for_a_table_are_exact_without_one():
     limit = 2**63 - 1
     mask = StructuredMask(
         causal=True, q_positions=torch.tensor([[limit, -limit - 1]]), kv_positions=torch.tensor([[0]])
     )
     layout = MaskLayout(q_len=2, kv_len=1, visibility=mask)
     assert rows(layout) == ["1", "0"]
-    assert layout.to_blocks()[1:].tolist() == [[0, 0, 1, 0, 1, 2**62, 0]]
+    assert layout.to_bands() is None
 
 
 def test_inactive_holes_may_be_fully_masked_rows_and_hide_keys():
@@ -367,17 +367,26 @@ def test_an_intersection_of_different_positions_is_a_function():
 
 
 def test_what_has_no_structure_has_no_blocks():
-    scattered = torch.arange(40).flip(0)[None]
-    mask = StructuredMask(causal=True, q_positions=scattered, kv_positions=torch.arange(40)[None])
+    scattered = torch.arange(400).flip(0)[None]
+    mask = StructuredMask(causal=True, q_positions=scattered, kv_positions=scattered)
     for layout in (
         MaskLayout.dense(torch.ones(3, 3, dtype=torch.bool)),
         MaskLayout.from_mod(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, q_len=3, kv_len=3),
-        MaskLayout.packed(document_ids=[0, 1, 0, 1]),
-        MaskLayout(q_len=40, kv_len=40, visibility=mask),
+        MaskLayout(q_len=400, kv_len=400, visibility=mask),
     ):
-        assert layout.to_blocks() is None
+        assert layout.to_bands() is None
+        assert layout.max_runs is None
         assert layout.may_have_fully_masked_rows
         assert layout.may_have_unseen_keys
+
+
+def test_queries_of_several_runs_have_bands_but_no_blocks_of_one_run():
+    layout = MaskLayout.packed(document_ids=[0, 1, 0, 1])
+    assert layout.to_blocks() is None
+    assert layout.max_runs == 2
+    assert torch.equal(layout.to_blocks(max_runs=2)[:, :5], layout.to_bands()[:, :5])
+    assert layout.key_intervals() is None
+    assert layout.key_intervals(max_runs=2)[0, 3].tolist() == [[1, 2], [3, 4]]
 
 
 def test_a_picture_in_characters_shows_queries_as_lines():
@@ -444,7 +453,7 @@ def test_the_work_of_lowering_does_not_grow_with_the_rows():
             assert MaskLayout(1, 64, visibility=mask).to_blocks().shape == (batch + 1, 7)
         return count.operations
 
-    assert operations(32) == operations(1)
+    assert operations(32) == operations(2)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -185,7 +185,7 @@ def test_blocks_stay_on_the_host_when_a_layout_moves():
     layout = MaskLayout.packed([3, 3])
     moved = layout.to("meta")
     assert moved.device == torch.device("meta")
-    assert moved.to_blocks() is layout.to_blocks()
+    assert torch.equal(moved.to_blocks(), layout.to_blocks())
     assert not moved.may_have_fully_masked_rows
     assert moved.with_window(1).to_blocks()[1:].tolist() == layout.with_window(1).to_blocks()[1:].tolist()
     assert moved.rows_without_keys().device.type == "meta"
@@ -258,7 +258,7 @@ def test_fully_masked_rows_and_unseen_keys_of_a_structure_are_linear():
 @pytest.mark.parametrize(
     "operation, searches",
     [
-        (lambda layout: layout.with_window(2), 0),
+        (lambda layout: layout.with_window(2), 1),
         (lambda layout: layout.with_window(2**40), 0),
         (lambda layout: layout.expand(3), 0),
         (lambda layout: layout.to("meta"), 0),
@@ -272,10 +272,10 @@ def test_an_operation_looks_for_blocks_only_where_they_do_not_follow(operation, 
 
     def find(*arguments):
         found.append(arguments)
-        return find_blocks(*arguments)
+        return find_table(*arguments)
 
-    find_blocks = known.find_blocks
-    monkeypatch.setattr(known, "find_blocks", find)
+    find_table = known.find_table
+    monkeypatch.setattr(known, "find_table", find)
     assert operation(layout).to_blocks() is not None
     assert len(found) == searches
 

@@ -66,6 +66,8 @@ def find_table(
         k_runs, k_rows = q_runs, q_rows
     else:
         k_runs, k_rows = find_runs(kv_len, 0, k_positions, mask.kv_segments, mask.kv_segment_ends, asked)
+    if 0 in (len(q_runs.row), len(k_runs.row)):
+        return Table.empty()
     pieces = _pieces(mask, q_runs.spread(q_rows, rows))
     level = pieces.runs.flat
     ascending = None if level is None or mask.q_segments is not None or asked is not None else _ascending(k_positions)

@@ -105,6 +105,8 @@ class Table(NamedTuple):
 
     def covers(self, axis: str, length: int, rows: int) -> bool:
         """Whether the blocks hold every query (``axis="q"``) or every key (``"k"``) of ``rows`` batch rows."""
+        if rows * length == 0:
+            return True
         if len(self.bands) == 2:
             _, *block = self.bands[1].tolist()
             start, stop = block[:2] if axis == "q" else block[2:4]
