@@ -83,9 +83,11 @@ def test_the_words_that_layouts_use_and_the_listed_features_are_the_same():
     active = torch.ones(1, 4, dtype=torch.bool)
     ids = torch.zeros(1, 4, dtype=torch.int32)
     everything = {"causal": True, "window": 2, "chunk_size": 2, "kv_valid": active, "prefix_lengths": ids[:, 0]}
-    masks = [StructuredMask(), StructuredMask(**everything, q_segments=ids, kv_segments=ids, q_positions=ids)]
+    everything |= {"q_segments": ids, "kv_segments": ids, "kv_segment_ends": ids + 1, "sink_lengths": ids[:, 0]}
+    masks = [StructuredMask(window=(1, 2)), StructuredMask(**everything, q_positions=ids)]
     assert masks[1].given() == WORDS.keys() - {"kv_positions"}
     layouts = [MaskLayout(4, 4, visibility=mask, active_queries=active) for mask in masks]
+    layouts.append(layouts[0] | layouts[1])
     layouts += [MaskLayout.dense(active.expand(1, 2, 4, 4)), MaskLayout.from_mod(_all, q_len=4, kv_len=4)]
     request = AttentionRequest(
         batch=1, heads=4, kv_heads=2, head_dim=8, v_head_dim=4, dtype=torch.float32, device=torch.device("cpu"),

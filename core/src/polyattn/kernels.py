@@ -72,17 +72,18 @@ def unseen_keys(layout: MaskLayout, request: AttentionRequest) -> Tensor | None:
 
 
 def hidden_in_blocks(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor | None, Tensor | None]:
-    """Fully masked rows and unseen keys for a kernel that walks ``layout.to_blocks()``, which is not ``None``.
+    """Fully masked rows and unseen keys for a kernel that walks ``layout.to_bands()``, which is not ``None``.
 
     Rows and keys of no block never reach such a kernel. Only inactive queries between active ones may lie in a block,
     and keys that only they would see.
     """
-    blocks = None if layout.active_queries is None else layout.to_blocks()
+    blocks = None if layout.active_queries is None else layout.to_bands()
     if blocks is None:
         return None, None
     tracing = torch.compiler.is_compiling()
     rows = layout.rows_without_keys(request.device if tracing else "cpu")
-    if not tracing and int((~rows).sum()) == int((blocks[:, 2] - blocks[:, 1]).sum()):
+    one_run = not tracing and layout.max_runs == 1
+    if one_run and int((~rows).sum()) == int((blocks[:, 2] - blocks[:, 1]).sum()):
         return None, None
     return rows.to(request.device).unsqueeze(-1), unseen_keys(layout, request)
 

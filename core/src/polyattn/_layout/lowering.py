@@ -246,7 +246,7 @@ def _blocks(pieces: Pieces, keys: Runs) -> tuple[list[Tensor], bool]:
 
 def _ascending(positions: Tensor | None) -> Tensor | None:
     """The positions of the keys ``[K]``, where they never go down and are those of every batch row."""
-    if positions is None or len(positions) > 1 or not bool((positions.diff(dim=1) >= 0).all()):
+    if positions is None or len(positions) > 1 or not bool((positions[:, 1:] >= positions[:, :-1]).all()):
         return None
     return positions[0]
 

@@ -23,6 +23,8 @@ from polyattn_flex import _reasons
 from polyattn_flex._blocks import TILE, Blocks, from_ranges, from_rows
 from polyattn_flex._options import FlexOptions
 
+#: Of keys that a query sees; a partial tile evaluates all of them for each of its elements.
+MAX_RUNS = 16
 #: The matrix instructions of the CUDA kernels take no narrower operand.
 _LEAST_WIDTH = 16
 
@@ -33,10 +35,10 @@ class FlexPlan:
 
     Attributes:
         blocks: the tiles that the kernel visits; ``None`` where nothing is compiled.
-        ranges: what the kernel evaluates in partial tiles: the first key of each query and the one after its last,
-            two ``Int32[B|1, Q]``;
-        dense: or, where a query's keys are not a run, ``Bool[B|1, H|1, Q, K]``; or neither, and it is the layout's own
-            function.
+        ranges: what the kernel evaluates in partial tiles: the first key of each run of keys that a query sees and the
+            one after its last, two ``Int32[runs, B|1, Q]``;
+        dense: or, where a query's keys are not a few runs, ``Bool[B|1, H|1, Q, K]``; or neither, and it is the layout's
+            own function.
         rows: ``Bool[B|1, H|1, Q, 1]``, fully masked rows, where gradients have to be kept from them.
         keys: ``Bool[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` when there are none.
     """
@@ -95,12 +97,15 @@ class FlexBackend(BackendBase):
             if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
                 _warn_uncompiled()
             return FlexPlan(dense=layout.to_dense(device), rows=rows, keys=keys)
-        intervals = layout.key_intervals()
+        intervals = layout.key_intervals(max_runs=MAX_RUNS)
         if intervals is not None:
             start, stop = intervals.unbind(-1)
             blocks = from_ranges(start, stop, layout.kv_len, backward=backward).to(device)
             # A kernel of inductor knows tensors by their strides, which a view of one query keeps through a copy.
-            start, stop = (torch.empty(x.shape, dtype=torch.int32, device=device).copy_(x) for x in (start, stop))
+            start, stop = (
+                torch.empty(x.shape, dtype=torch.int32, device=device).copy_(x)
+                for x in (start.permute(2, 0, 1), stop.permute(2, 0, 1))
+            )
             return FlexPlan(blocks, ranges=(start, stop), rows=rows, keys=keys)
         if not _reasons.on_cpu(device) and not isinstance(layout.visibility, Tensor) and not request.has_bias:
             read = functools.partial(layout.dense_rows, device=device)
@@ -186,7 +191,9 @@ class FlexBackend(BackendBase):
             return "uncompiled (option compiled=False): evaluated densely, quadratic memory"
         kernel = "CPU" if _reasons.on_cpu(prepared.request.device) else self._cuda_kernel
         full, partial = int(plan.blocks.full_count.sum()), int(plan.blocks.partial_count.sum())
-        return f"compiled flex_attention, kernel {kernel}, {full} full and {partial} partial tiles of {TILE} x {TILE}"
+        runs = "" if plan.ranges is None or len(plan.ranges[0]) == 1 else f", {len(plan.ranges[0])} runs of keys"
+        tiles = f"{full} full and {partial} partial tiles of {TILE} x {TILE}"
+        return f"compiled flex_attention, kernel {kernel}, {tiles}{runs}"
 
 
 def _widened(x: Tensor) -> Tensor:

@@ -55,22 +55,24 @@ def tiles(length: int) -> int:
 
 
 def from_ranges(start: Tensor, stop: Tensor, kv_len: int, *, backward: bool) -> Blocks:
-    """The table of a mask in which each query sees one run of keys.
+    """The table of a mask in which each query sees some runs of keys, of which no two touch.
 
-    Time and memory are linear in the queries plus the number of tiles.
+    Time and memory are linear in the runs of all queries plus the number of tiles.
 
     Args:
-        start: ``Int64[B, Q]``, the first key that a query sees.
-        stop: ``Int64[B, Q]``, the key after the last one; a query with ``stop <= start`` sees nothing.
+        start: ``Int64[B, Q, runs]``, the first key of each run that a query sees.
+        stop: ``Int64[B, Q, runs]``, the key after its last one; a run with ``stop <= start`` is empty.
         kv_len: K.
         backward: whether the backward kernel will run.
     """
-    batch, q_len = start.shape
+    batch, q_len, runs = start.shape
     rows, columns = tiles(q_len), tiles(kv_len)
     row = torch.arange(q_len, device=start.device).div(TILE, rounding_mode="floor") * (columns + 1)
+    row = row.repeat_interleave(runs)
+    start, stop = start.flatten(1), stop.flatten(1)
 
     def queries_in(first: Tensor, last: Tensor) -> Tensor:
-        """How many queries in each row of tiles have a tile among their ``first .. last - 1``: ``[B, 1, R, C]``."""
+        """How many runs in each row of tiles have a tile among their ``first .. last - 1``: ``[B, 1, R, C]``."""
         some = (last > first).int()
         change = torch.zeros(batch, rows * (columns + 1), dtype=torch.int32, device=start.device)
         change.scatter_add_(1, row + first, some).scatter_add_(1, row + last, -some)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 
 import torch
@@ -14,17 +16,18 @@ _DEEP = -1e3
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-#: First key and key after the last one of each query, ``Int32[B|1, Q]``; or ``Bool[B|1, H|1, Q, K]``; or a function.
+#: First key and key after the last of each run, ``Int32[runs, B|1, Q]``; or ``Bool[B|1, H|1, Q, K]``; or a function.
 Mask = tuple[Tensor, Tensor] | Tensor | MaskMod
 
 
 def mask_mod(mask: Mask) -> MaskMod:
     """A mask as FlexAttention takes it."""
     if isinstance(mask, tuple):
-        start, stop = mask
+        runs = list(zip(*(x.unbind(0) for x in mask), strict=True))
 
         def in_range(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return (kv_idx >= _at(start, b, q_idx)) & (kv_idx < _at(stop, b, q_idx))
+            inside = [(kv_idx >= _at(start, b, q_idx)) & (kv_idx < _at(stop, b, q_idx)) for start, stop in runs]
+            return functools.reduce(operator.or_, inside)
 
         return in_range
     if isinstance(mask, Tensor):
@@ -85,9 +88,9 @@ def row_peak(mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor, kv_len: int) ->
 def _dense(mask: tuple[Tensor, Tensor] | Tensor, kv_len: int) -> Tensor:
     if isinstance(mask, Tensor):
         return mask
-    start, stop = (x[:, None, :, None] for x in mask)
+    start, stop = (x[:, :, None, :, None] for x in mask)
     keys = torch.arange(kv_len, device=start.device, dtype=start.dtype)
-    return (keys >= start) & (keys < stop)
+    return ((keys >= start) & (keys < stop)).any(0)
 
 
 def row_level(peak: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from polyattn_flex._options import FlexOptions
 COMPILED_CPU = frozenset(
     (
         *("float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked"),
-        *("positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width", "bias"),
-        *("softcap", "deterministic"),
+        *("tree", "sink_tokens", "two_sided_window", "union", "positions", "dense", "mask_mod", "per_head_mask"),
+        *("active_queries", "gqa", "unequal_width", "bias", "softcap", "deterministic"),
     )
 )
 COMPILED_CUDA = COMPILED_CPU | {"grad", "bias_grad", "lse", "lse_grad", "sinks"}
