@@ -253,17 +253,31 @@ HOLES = torch.tensor([[True, False, True, True]])
 
 
 @pytest.mark.parametrize(
-    "layout, feature",
+    "layout",
     [
-        (MaskLayout.padded(HOLES), "padded"),
-        (MaskLayout.padded(HOLES, window=2), "padded"),
-        (MaskLayout.padded(HOLES, window=2, causal=False), "padded"),
-        (MaskLayout(4, 4, 1, 1, visibility=StructuredMask(
-            causal=True, q_positions=torch.arange(4)[None], kv_positions=torch.tensor([[0, 2, 1, 3]]))), "positions"),
+        MaskLayout.padded(HOLES),
+        MaskLayout.padded(HOLES, window=2),
+        MaskLayout.padded(HOLES, window=2, causal=False),
+        MaskLayout(4, 4, 1, 1, visibility=StructuredMask(
+            causal=True, q_positions=torch.arange(4)[None], kv_positions=torch.tensor([[0, 2, 1, 3]]))),
     ],
     ids=["causal", "causal_window", "window", "scattered"],
 )  # fmt: skip
-def test_holes_between_keys_are_refused_where_closing_them_would_change_distances(kernels, layout, feature):
+def test_a_few_holes_between_keys_are_several_runs(kernels, layout):
+    assert "not_sequences" not in reasons(layout)
+
+
+@pytest.mark.parametrize(
+    "layout, feature",
+    [
+        (MaskLayout.padded((torch.arange(200) % 2 == 0)[None]), "padded"),
+        (MaskLayout(400, 400, visibility=StructuredMask(
+            causal=True, q_positions=torch.arange(400).flip(0)[None], kv_positions=torch.arange(400).flip(0)[None])),
+         "positions"),
+    ],
+    ids=["holes", "scattered"],
+)  # fmt: skip
+def test_many_runs_of_keys_are_refused(kernels, layout, feature):
     text = reasons(layout)["not_sequences"]
     assert text.startswith(f"{feature}: got ")
     assert "taking keys out from between others would change the distances" in text

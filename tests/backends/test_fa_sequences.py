@@ -38,6 +38,7 @@ def seen_by_kernel(plan, batch, q_len, kv_len):
         )
         assert (call.sequences, call.max_seqlen_q, call.max_seqlen_k) == (batch, q_len, kv_len)
     at = at_q = at_k = 0
+    taken = set()
     for call in calls_of(s.calls):
         q_ends, k_ends = (x[at : at + call.sequences + 1].tolist() for x in (s.cu_seqlens_q, s.cu_seqlens_k))
         assert q_ends[-1] == call.slots
@@ -56,7 +57,8 @@ def seen_by_kernel(plan, batch, q_len, kv_len):
             for slot in range(q0, q1):
                 if row_of_slot[slot] < 0:
                     continue
-                assert not seen[row_of_slot[slot]].any(), "a query is in two sequences"
+                assert (call.part, int(row_of_slot[slot])) not in taken, "a query is in two sequences of a part"
+                taken.add((call.part, int(row_of_slot[slot])))
                 place = slot - q0 + (k1 - k0) - (q1 - q0)
                 for key in range(k0, k1):
                     behind = place - (key - k0)

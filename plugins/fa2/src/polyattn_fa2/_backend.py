@@ -21,12 +21,14 @@ from polyattn.kernels import features_of, finished, hidden_in_blocks, shut_out
 from polyattn_fa2 import providers
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
 from polyattn_fa2._pieces import WindowSize
-from polyattn_fa2._sequences import Sequences, calls_of, from_blocks, from_validity, uniform
+from polyattn_fa2._sequences import Sequences, calls_of, from_bands, from_validity, uniform
 from polyattn_fa2.providers.base import FLASH_ATTN_INSTALL, MAX_WIDTH
 
 _BY_STRUCTURE = (
     "describe the mask by its structure (MaskLayout.causal, padded, packed, chunked, prefix_lm), or use another backend"
 )
+#: Of keys that a query sees: each takes calls of its own.
+MAX_RUNS = 32
 _BY_FLASH_ATTN = f"use the provider flash_attn ({FLASH_ATTN_INSTALL}), or another backend"
 _HINTS = {
     "float32": "cast q, k and v to bfloat16 or float16, or call under torch.autocast('cuda'), which casts all three",
@@ -123,12 +125,12 @@ class FlashBackend(BackendBase):
         if window_size is not None:
             sizes = (request.batch, layout.q_len, layout.kv_len)
             return FlashPlan(uniform(*sizes, window_size, fixed=provider.fixed, device=request.device), settings)
-        blocks = layout.to_blocks()
-        if blocks is None:
+        bands = layout.to_bands()
+        if bands is None or (layout.max_runs != 1 and _hides_only_invalid_keys(layout)):
             return FlashPlan(_moved(_validity_only(layout, request), request.device), settings)
-        sequences = from_blocks(
-            blocks,
-            _structure(layout).window,
+        sequences = from_bands(
+            bands,
+            _right(layout),
             q_len=layout.q_len,
             kv_len=layout.kv_len,
             batch=request.batch,
@@ -160,7 +162,9 @@ class FlashBackend(BackendBase):
         if plan.sequences.cu_seqlens_q is None:
             return f"{title}, one call on the batch as it is"
         many = "call" if len(calls) == 1 else "calls"
-        return f"{title}, {sum(call.sequences for call in calls)} sequences in {len(calls)} {many}"
+        runs = max((call.part for call in calls), default=0) + 1
+        merged = "" if runs == 1 else f", merged over {runs} runs of keys"
+        return f"{title}, {sum(call.sequences for call in calls)} sequences in {len(calls)} {many}{merged}"
 
     def _deterministic(self, request: AttentionRequest) -> bool:
         return request.deterministic or self.options.deterministic
@@ -181,12 +185,23 @@ def _uniform_window_size(layout: MaskLayout, request: AttentionRequest) -> Windo
     ahead = layout.kv_len - layout.q_len
     if mask.causal and ahead < 0:
         return None
-    if mask.window is None or mask.window >= max(layout.kv_len, layout.q_len):
-        return -1, 0 if mask.causal else -1
+    longest = max(layout.kv_len, layout.q_len)
+    left, right = (-1 if side is None or side + 1 >= longest else side for side in mask.reach)
+    if mask.causal:
+        right = 0
+    if (left, right) in {(-1, 0), (-1, -1)}:
+        return left, right
     # A key that no query sees, or a query that sees nothing; and the kernels take a side of K or more for unbounded.
-    if ahead < 0 or ahead >= mask.window:
+    if ahead < 0 or not left - ahead >= 0 or right < 0:
         return None
-    return mask.window - 1, 0 if mask.causal else mask.window - 1
+    return left, right
+
+
+def _right(layout: MaskLayout) -> int:
+    """How many keys after its position a query sees, where a window of two sides bounds that."""
+    mask = layout.visibility
+    right = None if not isinstance(mask, StructuredMask) or mask.causal else mask.reach[1]
+    return 0 if right is None else min(right, layout.q_len + layout.kv_len)  # the kernels count in int32
 
 
 def _hides_only_invalid_keys(layout: MaskLayout) -> bool:
@@ -229,10 +244,9 @@ def _width_reasons(request: AttentionRequest) -> tuple[Reason, ...]:
 
 
 def _structure_reasons(layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
-    mask = layout.visibility
-    if not isinstance(mask, StructuredMask):
+    if isinstance(layout.visibility, Tensor) or not {"dense", "mask_mod"}.isdisjoint(features_of(layout, request)):
         return ()
-    if layout.to_blocks() is not None or _uniform_window_size(layout, request) is not None:
+    if layout.to_bands(MAX_RUNS) is not None or _uniform_window_size(layout, request) is not None:
         return ()
     if _hides_only_invalid_keys(layout):
         return ()
@@ -243,10 +257,10 @@ def _structure_reasons(layout: MaskLayout, request: AttentionRequest) -> tuple[R
         Reason(
             "not_sequences",
             feature,
-            f"{layout.describe()}, in which some query does not see one unbroken run of keys, or whose values the host "
-            "does not know",
-            "a mask of sequences: taking keys out from between others would change the distances that causality and "
-            "windows compare",
+            f"{layout.describe()}, where a query sees more than {MAX_RUNS} runs of keys, or whose values the host does "
+            "not know",
+            "a mask of few runs of keys: taking keys out from between others would change the distances that causality "
+            "and windows compare",
             "close the gaps between keys, make the layout where its values can be read, or use another backend",
         ),
     )

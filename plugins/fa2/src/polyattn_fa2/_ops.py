@@ -17,7 +17,6 @@ from torch import Tensor
 from polyattn.kernels import op_or_function, refuse_lse_gradient, with_lse_column, with_width
 from polyattn_fa2 import providers
 from polyattn_fa2._packing import parts, tokens_of, whole
-from polyattn_fa2._pieces import MAX_CALLS
 from polyattn_fa2._sequences import Sequences, calls_of
 from polyattn_fa2.providers.base import WIDTH_STEP
 
@@ -133,8 +132,10 @@ def _forward(
     output = lse = None
     real = calls_of(calls)
     if not any(call.all_queries for call in real):
-        output, lse = tq.new_zeros((*tq.shape[:2], v_width)), tq.new_full(tq.shape[:2], -torch.inf, dtype=torch.float32)
-    rng_states = torch.zeros(MAX_CALLS, 2, dtype=torch.int64, device=q.device)
+        dtype = torch.float32 if any(call.part for call in real) else q.dtype
+        output = tq.new_zeros((*tq.shape[:2], v_width), dtype=dtype)
+        lse = tq.new_full(tq.shape[:2], -torch.inf, dtype=torch.float32)
+    rng_states = torch.zeros(len(calls), 2, dtype=torch.int64, device=q.device)
     for i, part in enumerate(parts(real, cu_seqlens_q, cu_seqlens_k, q_rows, q_slots, k_rows, settings)):
         packed, packed_lse, rng_states[i] = kernel.forward(
             with_width(part.queries(tq), width),
@@ -142,13 +143,18 @@ def _forward(
             with_width(part.keys(tv), width),
             part.call,
         )
-        output = part.put_queries(output, packed[..., :v_width])
         # The kernels say +inf where a sum is NaN.
-        lse = part.put_queries(lse, torch.where(packed_lse == torch.inf, torch.nan, packed_lse).mT)
+        packed, packed_lse = packed[..., :v_width], torch.where(packed_lse == torch.inf, torch.nan, packed_lse).mT
+        if part.later:
+            assert output is not None
+            assert lse is not None
+            part.merge_queries(output, lse, packed, packed_lse)
+        else:
+            output, lse = part.put_queries(output, packed), part.put_queries(lse, packed_lse)
     assert output is not None
     assert lse is not None
     shape = q.shape[:3]
-    return whole(output.contiguous(), (*shape, v_width)), whole(lse, shape).contiguous(), rng_states
+    return whole(output.to(q.dtype).contiguous(), (*shape, v_width)), whole(lse, shape).contiguous(), rng_states
 
 
 _forward_op = torch.library.custom_op(
@@ -157,9 +163,9 @@ _forward_op = torch.library.custom_op(
 
 
 @_forward_op.register_fake
-def _(q: Tensor, _: Tensor, v: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, _: Tensor, v: Tensor, calls: Tensor, *__: object) -> tuple[Tensor, Tensor, Tensor]:
     output = _token_by_token(q, (*q.shape[:3], v.shape[3]))
-    return output, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty((MAX_CALLS, 2), dtype=torch.int64)
+    return output, q.new_empty(q.shape[:3], dtype=torch.float32), q.new_empty((calls.shape[0], 2), dtype=torch.int64)
 
 
 def _backward(
@@ -194,7 +200,8 @@ def _backward(
     real = calls_of(calls)
     shared = any(call.shared for call in real)
     if not any(call.all_queries for call in real):
-        grads[0] = torch.zeros_like(tq)
+        repeated = any(call.part for call in real)
+        grads[0] = torch.zeros_like(tq, dtype=torch.float32 if repeated else q.dtype)
     if not any(call.all_keys for call in real):
         dtype = torch.float32 if shared else q.dtype
         grads[1:] = torch.zeros_like(tk, dtype=dtype), torch.zeros_like(tv, dtype=dtype)
@@ -209,7 +216,7 @@ def _backward(
             rng_states[i],
             part.call,
         )
-        grads[0] = part.put_queries(grads[0], packed[0][..., :d])
+        grads[0] = part.put_queries(grads[0], packed[0][..., :d], add=part.later)
         grads[1] = part.put_keys(grads[1], packed[1][..., :d], shared=shared)
         grads[2] = part.put_keys(grads[2], packed[2][..., :dv], shared=shared)
     dq, dk, dvalue = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from polyattn_fa2._sequences import Call
@@ -24,6 +25,7 @@ class Part(NamedTuple):
         q_rows: int64, the token of each query; ``None``: all, in order.
         q_slots: int64, the slot of each query; ``None``: no fillers.
         k_rows: int64, the token of each key; ``None``: all, in order.
+        later: whether other calls have written its queries.
     """
 
     call: KernelCall
@@ -31,6 +33,7 @@ class Part(NamedTuple):
     q_rows: Tensor | None = None
     q_slots: Tensor | None = None
     k_rows: Tensor | None = None
+    later: bool = False
 
     def queries(self, tokens: Tensor, fill: float = 0.0) -> Tensor:
         """The tokens of the call's queries, ``fill`` in the slots of fillers."""
@@ -43,13 +46,24 @@ class Part(NamedTuple):
         """The tokens of the call's keys."""
         return tokens if self.k_rows is None else tokens.index_select(0, self.k_rows)
 
-    def put_queries(self, target: Tensor | None, packed: Tensor) -> Tensor:
-        """``target`` with the call's queries written; the packed tensor without fillers where it is the whole."""
+    def put_queries(self, target: Tensor | None, packed: Tensor, *, add: bool = False) -> Tensor:
+        """``target`` with the call's queries written or added; the packed tensor itself where it is the whole."""
         real = packed if self.q_slots is None else packed.index_select(0, self.q_slots)
         if self.q_rows is None:
             return real
         assert target is not None
-        return target.index_copy_(0, self.q_rows, real)
+        real = real.to(target.dtype)
+        return target.index_add_(0, self.q_rows, real) if add else target.index_copy_(0, self.q_rows, real)
+
+    def merge_queries(self, output: Tensor, lse: Tensor, packed: Tensor, packed_lse: Tensor) -> None:
+        """The call's queries merged into ``output`` and ``lse``, which hold what they saw of other keys."""
+        if self.q_slots is not None:
+            packed, packed_lse = packed.index_select(0, self.q_slots), packed_lse.index_select(0, self.q_slots)
+        assert self.q_rows is not None
+        before, seen = lse.index_select(0, self.q_rows), output.index_select(0, self.q_rows)
+        share = torch.sigmoid(packed_lse - before).unsqueeze(-1)  # 1 where nothing was seen before
+        output.index_copy_(0, self.q_rows, torch.lerp(seen, packed.to(seen.dtype), share.to(seen.dtype)))
+        lse.index_copy_(0, self.q_rows, torch.logaddexp(before, packed_lse))
 
     def put_keys(self, target: Tensor | None, packed: Tensor, *, shared: bool) -> Tensor:
         """Likewise for keys, which add up where a key is in several sequences."""
@@ -91,6 +105,7 @@ def parts(
             None if one.all_queries else q_rows[queries],
             None if one.slots == one.queries else q_slots[queries],
             None if one.all_keys else k_rows[keys],
+            one.part > 0,
         )
         at, at_query, at_key = offsets.stop, queries.stop, keys.stop
 

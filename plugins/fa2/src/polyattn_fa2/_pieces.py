@@ -1,12 +1,14 @@
-"""From blocks to pieces: cutting a mask into what a kernel can do in one sequence.
+"""From bands to pieces: cutting a mask into what a kernel can do in one sequence.
 
-A block is a row of ``MaskLayout.to_blocks()``: inside it query i sees key j iff ``d = i - j + shift`` (both counted
-from the block's start) satisfies ``d >= 0`` when causal and ``|d| < window``. The kernels know no shift: they put the
-last query of a sequence on its last key. So the queries of a block up to its last key form one sequence, with filler
-queries behind them where keys go on, and those beyond its last key another one, which only looks back. Queries that all
-stand before the first key only look ahead, from wherever they are put. All sequences of a call share one window
-size, to the left and to the right; sequences that need another one make another call. There are at most five. The
-fillers of a sequence are fewer than the most queries and the most keys of a block together, however far apart they are.
+A block is a row of ``MaskLayout.to_bands()``: inside it query i sees key j, both counted from the block's start, where
+``low <= i - j <= high``. In a sequence of n queries and m keys a kernel puts query i at position ``i + m - n`` of the
+keys and shows it ``left`` keys before and ``right`` after that. So a band needs ``left + right = high - low`` and the
+right place: *fillers* behind the queries move them to earlier positions, and queries that would stand behind the last
+key form a piece of their own, which only looks back. All sequences of a call share one window size; sequences that need
+another one make another call.
+
+A query that lies in several blocks sees several runs of keys. The blocks are dealt out to *parts* so that each query
+lies in one block of a part at most; the results of the parts are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from typing import NamedTuple
 #: How many keys before and after its position a query sees, as the kernels take it; -1: all.
 WindowSize = tuple[int, int]
 EVERYTHING: WindowSize = (-1, -1)
-#: Causal, both ways, everything, looking back only, and looking ahead only.
-MAX_CALLS = 5
 
 
 class Piece(NamedTuple):
@@ -40,98 +40,121 @@ class Piece(NamedTuple):
     keys: int
 
 
-def pieces_by_window_size(
-    blocks: Iterable[Sequence[int]], window: int | None, *, q_len: int, kv_len: int
-) -> dict[WindowSize, list[Piece]]:
+class Block(NamedTuple):
+    """A block in rows of the flattened tensors; a bound that hides nothing is ``None``."""
+
+    q_start: int
+    queries: int
+    k_start: int
+    keys: int
+    low: int | None
+    high: int | None
+
+
+def pieces_by_call(
+    bands: Iterable[Sequence[int]], right: int, *, q_len: int, kv_len: int
+) -> list[tuple[WindowSize, int, list[Piece]]]:
     """The sequences of each kernel call, sorted by query.
 
     Args:
-        blocks: rows ``batch, q_start, q_stop, k_start, k_stop, shift, causal``.
-        window: of the blocks.
+        bands: rows ``batch, q_start, q_stop, k_start, k_stop, low, high``, sorted by batch and query.
+        right: how many keys after its position a query of most blocks sees, where that is bounded.
         q_len: number of queries Q.
         kv_len: number of keys K.
 
     Returns:
-        By how many keys before and after its position a query sees, -1 meaning all.
+        The window size of each call, its part, and its pieces.
     """
-    return _grouped(_pieces(blocks, window, q_len, kv_len))
+    return [
+        (size, part, pieces)
+        for part, blocks in enumerate(_parts(bands, q_len, kv_len))
+        for size, pieces in _grouped([found for block in blocks for found in _pieces(block, right)]).items()
+    ]
+
+
+def _parts(bands: Iterable[Sequence[int]], q_len: int, kv_len: int) -> list[list[Block]]:
+    """The blocks in as few parts as possible, in each of which no query lies twice."""
+    parts: list[list[Block]] = []
+    for row, q_start, q_stop, k_start, k_stop, low, high in bands:
+        queries, keys = q_stop - q_start, k_stop - k_start
+        if not (queries and keys):
+            continue
+        bounds = (low if low > 1 - keys else None, high if high < queries - 1 else None)
+        block = Block(row * q_len + q_start, queries, row * kv_len + k_start, keys, *bounds)
+        for part in parts:
+            if part[-1].q_start + part[-1].queries <= block.q_start:
+                part.append(block)
+                break
+        else:
+            parts.append([block])
+    return parts
 
 
 class _Found(NamedTuple):
-    """A piece, and the window size that it needs.
+    """A piece, and what it needs of its call.
 
-    ``window_size`` is ``None`` for a single query that sees all keys of its piece: any call that reaches them can take
-    it. ``behind`` is how far a piece beyond its last key looks back, counted from its end; the left side of its call
-    follows from all of them. ``ahead`` is how far a piece before its first key looks ahead, once its last query stands
-    on its last key; likewise.
+    Attributes:
+        piece: the sequence.
+        left, right: the sides of the window; ``None`` where it hides nothing on that side.
+        reach: the least ``left`` that hides nothing, where it is ``None``.
+        looks_back: whether fillers may move it, so that a smaller ``left`` serves it too.
     """
 
     piece: Piece
-    window_size: WindowSize | None = None
-    behind: int | None = None
-    ahead: int | None = None
+    left: int | None = None
+    right: int | None = None
+    reach: int = 0
+    looks_back: bool = False
 
 
-def _pieces(blocks: Iterable[Sequence[int]], window: int | None, q_len: int, kv_len: int) -> list[_Found]:
-    real = [tuple(block) for block in blocks if block[1] < block[2] and block[3] < block[4]]
-    if window is not None and all(window > _farthest(*block[1:6]) for block in real):
-        window = None
-    any_causal = any(block[6] for block in real)
-    found: list[_Found] = []
-    for row, q_start, q_stop, k_start, k_stop, shift, causal in real:
-        q0, k0 = row * q_len + q_start, row * kv_len + k_start
-        queries, keys = q_stop - q_start, k_stop - k_start
-        if queries == 1 or (window is None and not causal):
-            found.append(_Found(Piece(q0, queries, 0, k0, keys), None if queries == 1 else EVERYTHING))
-            continue
-        if window is not None and not causal and queries + shift <= 0:
-            keys = min(keys, queries + shift + window - 1)  # the rest is beyond the last query's sight
-            ahead = shift + window - 1 - keys + queries
-            piece = Piece(q0, queries, 0, k0, keys)  # whose first query has the shortest sight
-            found.append(_Found(piece, EVERYTHING) if ahead >= queries - 1 else _Found(piece, ahead=ahead))
-            continue
-        # A block whose keys all lie behind its queries is causal or not as it suits the others.
-        looks_back = bool(causal) or (any_causal and shift >= keys - 1)
-        head = min(queries, max(0, keys - shift))
-        if head:
-            side = -1 if window is None else min(window - 1, q_len + kv_len)  # the kernels count in int32
-            fillers = keys - shift - head
-            found.append(_Found(Piece(q0, head, fillers, k0, keys), (side, 0 if looks_back else side)))
-        if head == queries:
-            continue
-        tail, first = queries - head, 0 if window is None else max(0, head + shift - window + 1)
-        piece = Piece(q0 + head, tail, 0, k0 + first, keys - first)
-        if window is None:
-            found.append(_Found(piece, None if tail == 1 else EVERYTHING))
-        else:
-            behind = window - 1 - (head + shift - keys) - tail
-            if tail == 1:
-                found.append(_Found(piece))
-            else:  # the last query has the shortest sight
-                found.append(_Found(piece, EVERYTHING) if behind >= piece.keys - 1 else _Found(piece, behind=behind))
+def _pieces(block: Block, right: int) -> list[_Found]:
+    q0, queries, k0, keys, low, high = block
+    if queries == 1 or (low is None and high is None):
+        return [_Found(Piece(q0, queries, 0, k0, keys))]
+    if low is None:
+        assert high is not None
+        return [_behind(q0, queries, k0, keys, high)]
+    if high is not None:
+        # Without fillers the last query stands on the last key, and none has to be cut off.
+        straight = queries - keys - low
+        right = straight if right < straight <= high - low else min(right, high - low)
+    fillers = keys - queries + low + right
+    head = queries if fillers >= 0 else queries + fillers
+    piece = Piece(q0, head, max(fillers, 0), k0, keys)
+    left = None if high is None else high - low - right
+    found = [_Found(piece, left, right, keys - 1 - max(fillers, 0))]
+    if head < queries:
+        first = 0 if high is None else max(0, head - high)
+        tail, rest = queries - head, keys - first
+        seen_by_all = high is None or tail == 1
+        last = Piece(q0 + head, tail, 0, k0 + first, rest)
+        found.append(_Found(last) if seen_by_all else _behind(*last[:2], *last[3:], (high or 0) - head + first))
     return found
 
 
-def _farthest(q_start: int, q_stop: int, k_start: int, k_stop: int, shift: int) -> int:
-    return max(q_stop - q_start - 1 + shift, k_stop - k_start - 1 - shift)
+def _behind(q0: int, queries: int, k0: int, keys: int, high: int) -> _Found:
+    """Queries that see the keys up to the last one; the last query has the shortest sight."""
+    piece, left = Piece(q0, queries, 0, k0, keys), high + keys - queries
+    return _Found(piece) if left >= keys - 1 else _Found(piece, left, looks_back=True)
 
 
 def _grouped(found: list[_Found]) -> dict[WindowSize, list[Piece]]:
     """The pieces of each call, sorted by query."""
     groups: dict[WindowSize, list[Piece]] = defaultdict(list)
-    # All that look ahead share the farthest sight, fillers moving each to where it needs that.
-    right = max((x.ahead for x in found if x.ahead is not None), default=0)
-    # Query i' of a tail stands `left + fillers` places before what the last query sees first: all share the least left.
-    left = min((x.behind for x in found if x.behind is not None), default=0)
-    for piece, window_size, behind, ahead in found:
-        if ahead is not None:
-            groups[-1, right].append(piece._replace(fillers=right - ahead))
-        elif behind is not None:
-            groups[left, -1].append(piece._replace(fillers=behind - left))
-        elif window_size is not None:
-            groups[window_size].append(piece)
-    for piece, window_size, behind, ahead in found:
-        if window_size is None and behind is None and ahead is None:
-            takes_it = (r for r in groups if r[0] < 0 or r[0] >= piece.keys - 1)
-            groups[next(takes_it, EVERYTHING)].append(piece)
-    return {window_size: sorted(pieces) for window_size, pieces in groups.items()}
+    # Query i of such a piece stands `left + fillers` places before what the last query sees first: all share the least.
+    left = min((x.left for x in found if x.looks_back and x.left is not None), default=0)
+    for x in found:
+        if x.looks_back and x.left is not None:
+            groups[left, -1].append(x.piece._replace(fillers=x.left - left))
+        elif x.left is not None and x.right is not None:
+            groups[x.left, x.right].append(x.piece)
+    for x in found:
+        if x.left is None and x.right is not None:
+            wide = (size for size in groups if size[1] == x.right and (size[0] < 0 or size[0] >= x.reach))
+            groups[next(wide, (-1, x.right))].append(x.piece)
+    for x in found:
+        if x.left is None and x.right is None:
+            one = x.piece.queries == 1  # which stands on its last key
+            wide = (size for size in groups if one and (size[0] < 0 or size[0] >= x.piece.keys - 1))
+            groups[next(wide, EVERYTHING)].append(x.piece)
+    return {size: sorted(pieces) for size, pieces in groups.items()}

@@ -1,4 +1,4 @@
-"""From blocks to sequences: the rows of queries and keys of each kernel call, and where sequences begin.
+"""From bands to sequences: the rows of queries and keys of each kernel call, and where sequences begin.
 
 A call is a row of a small table on the host; offsets and rows of all calls are concatenated into five tensors, which
 move to the device. Nothing in them depends on the number of heads or on widths, so one table serves every layer.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn_fa2._pieces import EVERYTHING, MAX_CALLS, WindowSize, pieces_by_window_size
+from polyattn_fa2._pieces import EVERYTHING, WindowSize, pieces_by_call
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -32,6 +32,7 @@ class Call(NamedTuple):
         all_queries: 1 where this one call takes all queries in order, so that their rows are not listed.
         all_keys: 1 where this one call takes all keys in order, so that their rows are not listed.
         shared: 1 where some key is in two sequences of the layout.
+        part: 0, or the number of a later part, whose queries earlier calls have written.
     """
 
     queries: int
@@ -45,6 +46,7 @@ class Call(NamedTuple):
     all_queries: int
     all_keys: int
     shared: int
+    part: int
 
     @property
     def window_size(self) -> WindowSize:
@@ -57,7 +59,7 @@ class Sequences:
     """The kernel calls of a layout. Index tensors list one call after the other; in a fixed call they are ``None``.
 
     Attributes:
-        calls: int64 CPU ``[MAX_CALLS, 11]``, columns of :class:`Call`, rows of zeros behind the last call.
+        calls: int64 CPU ``[N, 12]``, columns of :class:`Call`; rows of zeros up to N = 2 at least.
         cu_seqlens_q: int32, for each call where its sequences of slots begin, and where the last one ends.
         cu_seqlens_k: int32, likewise for keys.
         q_rows: int64, the row of the flattened ``[B * Q]`` of each query; empty where a call takes all.
@@ -82,7 +84,7 @@ def uniform(
     batch: int, q_len: int, kv_len: int, window_size: WindowSize, *, fixed: bool, device: torch.device
 ) -> Sequences:
     """Every batch row as one sequence; ``fixed``: for a kernel that takes ``[B, S, H, D]``. Reads nothing."""
-    call = Call(batch * q_len, batch * q_len, batch * kv_len, batch, q_len, kv_len, *window_size, 1, 1, 0)
+    call = Call(batch * q_len, batch * q_len, batch * kv_len, batch, q_len, kv_len, *window_size, 1, 1, 0, 0)
     if fixed:
         return Sequences(_table([call]))
     rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
@@ -91,19 +93,19 @@ def uniform(
     return Sequences(_table([call]), rows * q_len, rows * kv_len, *nothing)
 
 
-def from_blocks(blocks: Tensor, window: int | None, *, q_len: int, kv_len: int, batch: int, repeat: bool) -> Sequences:
-    """The sequences of a block table, on the CPU.
+def from_bands(bands: Tensor, right: int, *, q_len: int, kv_len: int, batch: int, repeat: bool) -> Sequences:
+    """The sequences of a table of blocks, on the CPU.
 
     Args:
-        blocks: int64 CPU ``[N, 7]``, see ``MaskLayout.to_blocks``.
-        window: of the blocks.
+        bands: int64 CPU ``[N, 7]``, see ``MaskLayout.to_bands``.
+        right: how many keys after its position a query of most blocks sees, where that is bounded.
         q_len: number of queries Q.
         kv_len: number of keys K.
         batch: number of batch rows.
         repeat: whether the blocks of one batch row stand for all of them.
     """
     lower = _lower_op if torch.compiler.is_compiling() else _lower
-    return Sequences(*lower(blocks, -1 if window is None else window, q_len, kv_len, batch, repeat))
+    return Sequences(*lower(bands, right, q_len, kv_len, batch, repeat))
 
 
 def from_validity(kv_valid: Tensor, active: Tensor | None, *, q_len: int, batch: int) -> Sequences:
@@ -121,11 +123,11 @@ def from_validity(kv_valid: Tensor, active: Tensor | None, *, q_len: int, batch:
     return Sequences(*lower(kv_valid, active, q_len, batch))
 
 
-def _lower(blocks: Tensor, window: int, q_len: int, kv_len: int, batch: int, repeat: bool) -> Tables:
-    groups = pieces_by_window_size(blocks.tolist(), None if window < 0 else window, q_len=q_len, kv_len=kv_len)
-    table = {size: torch.tensor(pieces, dtype=torch.int64) for size, pieces in groups.items()}
+def _lower(bands: Tensor, right: int, q_len: int, kv_len: int, batch: int, repeat: bool) -> Tables:
+    groups = pieces_by_call(bands.tolist(), right, q_len=q_len, kv_len=kv_len)
+    table = [(size, part, torch.tensor(pieces, dtype=torch.int64)) for size, part, pieces in groups]
     if repeat:
-        table = {size: _repeated(pieces, batch, q_len, kv_len) for size, pieces in table.items()}
+        table = [(size, part, _repeated(pieces, batch, q_len, kv_len)) for size, part, pieces in table]
     return _joined(table, batch * q_len, batch * kv_len)
 
 
@@ -136,11 +138,11 @@ def _lower_validity(kv_valid: Tensor, active: Tensor | None, q_len: int, batch: 
     keys = valid & rows.any(1, keepdim=True)
     q_sizes, k_sizes = (x.sum(1)[rows.any(1)] for x in (rows, keys))
     if q_sizes.numel() == 0:
-        return _joined({}, rows.numel(), keys.numel())
+        return _joined([], rows.numel(), keys.numel())
     q_rows, k_rows = (x.flatten().nonzero()[:, 0] for x in (rows, keys))
     whole = (int(len(q_rows) == rows.numel()), int(len(k_rows) == keys.numel()))
     sizes = (len(q_rows), len(q_rows), len(k_rows), len(q_sizes), int(q_sizes.max()), int(k_sizes.max()))
-    call = Call(*sizes, *EVERYTHING, *whole, 0)
+    call = Call(*sizes, *EVERYTHING, *whole, 0, 0)
     nothing = q_rows[:0]
     return (
         _table([call]),
@@ -160,7 +162,7 @@ def _unread_tables(*_: object) -> Tables:
     size = torch.library.get_ctx().new_dynamic_size
     offsets = [torch.empty(size(), dtype=torch.int32, device="cpu") for _ in range(2)]
     rows = [torch.empty(size(), dtype=torch.int64, device="cpu") for _ in range(3)]
-    calls = torch.empty(MAX_CALLS, len(Call._fields), dtype=torch.int64, device="cpu")
+    calls = torch.empty(size(), len(Call._fields), dtype=torch.int64, device="cpu")
     return calls, offsets[0], offsets[1], rows[0], rows[1], rows[2]
 
 
@@ -173,20 +175,20 @@ def _repeated(pieces: Tensor, batch: int, q_len: int, kv_len: int) -> Tensor:
     return (pieces + torch.arange(batch)[:, None, None] * step).flatten(0, 1)
 
 
-def _joined(groups: dict[WindowSize, Tensor], q_rows: int, k_rows: int) -> Tables:
-    """The calls of tables of pieces ``[N, 5]``; ``q_rows`` and ``k_rows`` are B * Q and B * K."""
-    groups = {size: pieces for size, pieces in groups.items() if len(pieces)}
+def _joined(groups: list[tuple[WindowSize, int, Tensor]], q_rows: int, k_rows: int) -> Tables:
+    """The calls of window sizes, parts and pieces ``[N, 5]``; ``q_rows`` and ``k_rows`` are B * Q and B * K."""
+    groups = [group for group in groups if len(group[2])]
     if not groups:
         none = torch.empty(0, dtype=torch.int64)
         return _table([]), none.int(), none.int(), none.clone(), none.clone(), none.clone()
-    q_start, queries, fillers, k_start, keys = torch.cat(list(groups.values())).unbind(1)
+    q_start, queries, fillers, k_start, keys = torch.cat([pieces for _, _, pieces in groups]).unbind(1)
     alone = len(groups) == 1
     all_queries = alone and _is_everything(q_start, queries, q_rows)
     all_keys = alone and _is_everything(k_start, keys, k_rows)
     by_key = k_start.argsort()
     shared = bool((k_start[by_key][1:] < (k_start + keys)[by_key][:-1]).any())
     calls, cu_seqlens_q, cu_seqlens_k, slots = [], [], [], []
-    for (left, right), pieces in groups.items():
+    for (left, right), part, pieces in groups:
         _, q_sizes, more, _, k_sizes = pieces.unbind(1)
         padded = q_sizes + more
         max_seqlen_q, max_seqlen_k = int(padded.max()), int(k_sizes.max())
@@ -195,7 +197,7 @@ def _joined(groups: dict[WindowSize, Tensor], q_rows: int, k_rows: int) -> Table
             # for max_seqlen_k: wrong for a query farther than that before its last key, unless max_seqlen_k says so.
             max_seqlen_k = max(max_seqlen_k, max_seqlen_q - 1)
         totals = (int(q_sizes.sum()), int(padded.sum()), int(k_sizes.sum()))
-        flags = (int(all_queries), int(all_keys), int(shared))
+        flags = (int(all_queries), int(all_keys), int(shared), part)
         calls.append(Call(*totals, len(pieces), max_seqlen_q, max_seqlen_k, left, right, *flags))
         cu_seqlens_q.append(_offsets(padded))
         cu_seqlens_k.append(_offsets(k_sizes))
@@ -213,7 +215,7 @@ def _joined(groups: dict[WindowSize, Tensor], q_rows: int, k_rows: int) -> Table
 
 def _table(calls: list[Call]) -> Tensor:
     empty = (0,) * len(Call._fields)
-    return torch.tensor([*calls, *[empty] * (MAX_CALLS - len(calls))], dtype=torch.int64, device="cpu")
+    return torch.tensor([*calls, *[empty] * (2 - len(calls))], dtype=torch.int64, device="cpu")
 
 
 def _is_everything(starts: Tensor, sizes: Tensor, count: int) -> bool:

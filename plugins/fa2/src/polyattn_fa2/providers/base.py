@@ -25,6 +25,7 @@ MIN_CAPABILITY = (8, 0)
 ABILITIES = frozenset(
     (
         *("bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked", "positions"),
+        *("tree", "sink_tokens", "two_sided_window", "union"),
         *("active_queries", "gqa", "unequal_width", "softcap", "sinks", "lse", "lse_grad", "grad", "dropout"),
         "deterministic",
     )

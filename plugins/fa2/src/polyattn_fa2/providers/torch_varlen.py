@@ -30,6 +30,7 @@ class TorchVarlen(Provider):
     abilities = frozenset(
         (
             *("bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked"),
+            *("tree", "sink_tokens", "two_sided_window", "union"),
             *("positions", "active_queries", "gqa", "unequal_width", "sinks", "lse", "lse_grad", "grad"),
             "deterministic",
         )
