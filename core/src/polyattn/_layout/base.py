@@ -93,7 +93,7 @@ class LayoutBase:
         table = self._known.table
         if table is None or (torch.compiler.is_compiling() and not table.one_run):
             return None
-        return table.max_runs()
+        return table.runs
 
     def to_bands(self, max_runs: int | None = None) -> Tensor | None:
         """The structure as rectangles: an int64 CPU table ``[N, 7]``, or ``None`` for what has no such form.

@@ -21,13 +21,15 @@ class Table(NamedTuple):
     Attributes:
         bands: int64 CPU ``[N, 8]``, columns ``batch, q_start, q_stop, k_start, k_stop, low, high, shift``; ``shift`` is
             the distance of the positions of the first query and the first key.
-        one_run: whether no query lies in two blocks.
+        one_run: whether no query lies in two blocks; a graph that asks this holds for tables of any number of runs.
+        runs: the largest number of blocks that a query lies in.
         unit: whether the positions of each block's queries and of its keys step by one, so that
             ``i - j + shift`` is their distance.
     """
 
     bands: Tensor
     one_run: bool = True
+    runs: int = 1
     unit: bool = True
 
     @classmethod
@@ -52,7 +54,8 @@ class Table(NamedTuple):
             count = len(rows)
             rows = _with_joined_keys(rows)
             one_run, unit = _one_run(rows), unit and len(rows) == count
-        return cls(torch.nn.functional.pad(rows, (0, 0, 1, 0)), one_run, unit)
+        runs = 1 if one_run else _most_runs(rows)
+        return cls(torch.nn.functional.pad(rows, (0, 0, 1, 0)), one_run, runs, unit)
 
     def narrow(self, left: int | None, right: int | None) -> Table:
         """Under a window in positions, for a ``unit`` table; the ends of blocks are not trimmed."""
@@ -77,17 +80,6 @@ class Table(NamedTuple):
         many = live.repeat(times, 1)
         many[:, 0] = torch.arange(times, device="cpu").repeat_interleave(len(live))
         return self._replace(bands=torch.cat([self.bands[:1], many]))
-
-    def max_runs(self) -> int:
-        """The largest number of blocks that a query lies in."""
-        if self.one_run:
-            return 1
-        row, start, stop = self.bands[1:, :3].unbind(1)
-        span = int(stop.max()) + 1
-        edges, order = torch.cat([row * span + stop, row * span + start]).sort(stable=True)
-        step = torch.ones_like(edges)
-        step[: len(row)] = -1
-        return int(step[order].cumsum(0).max())
 
     def intervals(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
         """The runs of keys that each query sees: ``batch * q_len + query``, start, stop. Those that touch are one."""
@@ -169,6 +161,16 @@ def _in_order(rows: Tensor) -> Tensor:
 def _one_run(rows: Tensor) -> bool:
     before, after = rows[:-1], rows[1:]
     return bool(((after[:, 0] != before[:, 0]) | (after[:, 1] >= before[:, 2])).all())
+
+
+def _most_runs(rows: Tensor) -> int:
+    """The largest number of blocks that a query lies in."""
+    row, start, stop = rows[:, :3].unbind(1)
+    span = int(stop.max()) + 1
+    _, order = torch.cat([row * span + stop, row * span + start]).sort(stable=True)
+    step = torch.ones_like(order)
+    step[: len(row)] = -1
+    return int(step[order].cumsum(0).max())
 
 
 def _with_joined_keys(rows: Tensor) -> Tensor:
