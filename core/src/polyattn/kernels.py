@@ -28,6 +28,7 @@ from polyattn._derivatives import transforming
 from polyattn._errors import AttentionInputError
 from polyattn._features import features_of, missing_abilities
 from polyattn._layout import MaskLayout
+from polyattn._layout.tables import covered_keys
 from polyattn._reasons import DTYPES
 from polyattn._request import AttentionRequest
 from polyattn._tensors import FLOATING, accumulation_dtype, autocast_dtype
@@ -72,18 +73,20 @@ def unseen_keys(layout: MaskLayout, request: AttentionRequest) -> Tensor | None:
 
 
 def hidden_in_blocks(layout: MaskLayout, request: AttentionRequest) -> tuple[Tensor | None, Tensor | None]:
-    """Fully masked rows and unseen keys for a kernel that walks ``layout.to_blocks()``, which is not ``None``.
+    """Fully masked rows and unseen keys for a kernel that walks ``layout.to_bands()`` or ``layout.to_blocks()``.
 
     Rows and keys of no block never reach such a kernel. Only inactive queries between active ones may lie in a block,
     and keys that only they would see.
     """
-    blocks = None if layout.active_queries is None else layout.to_blocks()
-    if blocks is None:
+    bands = None if layout.active_queries is None else layout.to_bands()
+    if bands is None:
         return None, None
     tracing = torch.compiler.is_compiling()
     rows = layout.rows_without_keys(request.device if tracing else "cpu")
-    if not tracing and int((~rows).sum()) == int((blocks[:, 2] - blocks[:, 1]).sum()):
-        return None, None
+    if not tracing:
+        batch, start, stop = bands[:, :3].unbind(1)
+        if int((~rows).sum()) == int(covered_keys(batch, start, stop, layout.batch, 1, layout.q_len).sum()):
+            return None, None
     return rows.to(request.device).unsqueeze(-1), unseen_keys(layout, request)
 
 
