@@ -95,7 +95,7 @@ def strips(band: Band, rows: int = STRIP) -> list[Tile]:
     found, start = [], 0
     if low == 0:  # the first rows of a window are an ordinary causal square
         start = high + 1
-        found.append(Tile(batch, q0, q0 + start, ((k0, k0 + start),), causal=True))
+        found.append(Tile(batch, q0, q0 + start, ((k0, min(k1, k0 + start)),), causal=True))
     for r0 in range(start, count, rows):
         r1 = min(count, r0 + rows)
         first, stop = max(0, r0 - high), min(keys, r1 - low)
