@@ -37,6 +37,9 @@ ABILITIES = frozenset(
 #: A positive factor below it is not a normal number in FP32.
 _TINY = torch.finfo(torch.float32).tiny
 
+#: Tiles of several runs may cost so many times the scores of a dense mask, which takes quadratic memory.
+DENSE_COST = 1.2
+
 Path = Literal["plain", "tiles", "dense", "math"]
 
 
@@ -111,10 +114,8 @@ class SdpaBackend(BackendBase):
                     mask = additive(layout.to_dense(request.device), request.dtype)
                     return SdpaPlan("plain", mask=mask, grouped=grouped)
                 return SdpaPlan("plain", causal=_structure(layout).causal, grouped=grouped)
-            table = layout.to_bands()
+            table = _table(layout)
             if table is not None:
-                if layout.to_bands(max_runs=1) is None and not torch.compiler.is_compiling():
-                    table = planned(table)
                 rows, keys = hidden_in_blocks(layout, request)
                 return SdpaPlan("tiles", False, layout.batch > 1, table, rows=rows, keys=keys, upcast=upcast)
         rows, keys = fully_masked_rows(layout, request), unseen_keys(layout, request)
@@ -188,6 +189,14 @@ class SdpaBackend(BackendBase):
             "math": "torch's math path under a dense mask, quadratic memory",
         }
         return path[plan.path] + upcast
+
+
+def _table(layout: MaskLayout) -> Tensor | None:
+    """The bands of a layout, or their plan where a query lies in several; ``None``: there are none, or dense is faster."""
+    bands = layout.to_bands()
+    if bands is None or layout.to_bands(max_runs=1) is not None or torch.compiler.is_compiling():
+        return bands
+    return planned(bands, DENSE_COST * layout.batch * layout.q_len * layout.kv_len)
 
 
 def _described(table: Tensor | None, layout: MaskLayout) -> str:

@@ -14,7 +14,7 @@ A plan is the table of bands, cut, with the number of its call before each: int6
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,27 +30,49 @@ THIN_ROWS = 64
 #: With at most so many keys that all rows of a group see, these join the masked call.
 FEW_COMMON = 128
 
+#: A call of R queries and K keys takes the time of ``(R + ROW_COST) * (K + KEY_COST) + CALL_COST`` scores in a large
+#: one, forward and backward, and each band of a mask so much more. Fitted on two threads, FP32, 4 heads of 64, over 32 to
+#: 2048 queries and keys: 22 ns a score, 23 rows, 26 keys and 2000 scores in the kernel without a mask; 24 ns, 21 rows,
+#: 20 keys and 2600 scores with one. Slicing, gathering and merging take as much again as the constant.
+ROW_COST, KEY_COST, CALL_COST, BAND_COST = 25, 25, 5000, 500
+
 Call = list[Band]
 
 
-def planned(bands: Tensor) -> Tensor:
-    """The plan of a table of bands ``[N, 7]``, see ``MaskLayout.to_bands``; behind a first row of zeros."""
-    rows = [[number, *band] for number, call in enumerate(_calls(_read(bands))) for band in call]
-    return torch.tensor([[0] * 8, *rows], dtype=torch.int64, device="cpu")
+def planned(bands: Tensor, most: float) -> Tensor | None:
+    """The plan of a table of bands ``[N, 7]``, see ``MaskLayout.to_bands``; behind a first row of zeros.
+
+    ``None`` where its tiles cost more than ``most`` scores.
+    """
+    rows, spent = [[0] * 8], 0
+    for number, call in enumerate(_calls(_read(bands))):
+        rows += [[number, *band] for band in call]
+        spent += sum(_cost(tile) for tile in _tiles(call))
+        if spent > most:
+            return None
+    return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 def tiles_of(table: Tensor) -> list[Tile]:
     """The tiles of a plan, or of a table of bands, which is planned first."""
-    calls: list[Call]
+    calls: Iterable[Call]
     if table.shape[1] == len(Band._fields):
         calls = _calls(_read(table))
     else:
         numbered = [(row[0], Band(*row[1:])) for row in table.tolist() if row[2] < row[3]]
-        calls = [[band for _, band in call] for _, call in itertools.groupby(numbered, key=lambda row: row[0])]
-    tiles: list[Tile] = []
-    for call in calls:
-        tiles += strips(call[0]) if len(call) == 1 else [joined(call)]
-    return _in_turn(tiles)
+        calls = ([band for _, band in call] for _, call in itertools.groupby(numbered, key=lambda row: row[0]))
+    return _in_turn([tile for call in calls for tile in _tiles(call)])
+
+
+def _tiles(call: Call) -> list[Tile]:
+    return strips(call[0]) if len(call) == 1 else [joined(call)]
+
+
+def _cost(tile: Tile) -> int:
+    """What a tile takes, forward and backward, in scores of a large call."""
+    rows = tile.q_stop - tile.q_start
+    scores = (rows // 2 if tile.causal else rows) + ROW_COST
+    return scores * (tile.width + KEY_COST) + CALL_COST + BAND_COST * len(tile.pattern)
 
 
 def _read(bands: Tensor) -> list[Band]:
@@ -70,19 +92,49 @@ def _in_turn(tiles: list[Tile]) -> list[Tile]:
     return found
 
 
-def _calls(bands: list[Band]) -> list[Call]:
+def _calls(bands: list[Band]) -> Iterator[Call]:
     if not any(a.batch == b.batch and b.q_start < a.q_stop for a, b in itertools.pairwise(bands)):
-        return [[band] for band in bands]
-    found: list[Call] = []
+        yield from ([band] for band in bands)
+        return
     for _, row in itertools.groupby(bands, key=lambda band: band.batch):
-        # A table that was narrowed inside a graph may have rows that see nothing at the ends of its bands.
-        trimmed = [part for band in row if (part := band.part(*band[1:5])) is not None]
-        found += _calls_of_row(sorted(trimmed, key=lambda band: band.q_start))
-    return found
+        parts = [part for band in row for part in _halves(band)]
+        yield from _calls_of_row(_stacked(sorted(parts, key=lambda band: band.q_start)))
 
 
-def _calls_of_row(bands: list[Band]) -> list[Call]:
-    long: list[Call] = []
+def _halves(band: Band) -> list[Band]:
+    """A causal band behind many keys that all its queries see as those and a causal square; any other as it is.
+
+    A table that was narrowed inside a graph may have rows that see nothing at the ends of its bands: they are left out.
+    """
+    whole = band.part(*band[1:5])
+    if whole is None:
+        return []
+    causal = not whole.is_full and whole.high >= whole.q_stop - whole.q_start - 1
+    if not causal or -whole.low <= FEW_COMMON:
+        return [whole]
+    middle = whole.k_start - whole.low
+    halves = [whole.part(*whole[1:3], *keys) for keys in ((whole.k_start, middle), (middle, whole.k_stop))]
+    return [half for half in halves if half is not None]
+
+
+def _stacked(bands: list[Band]) -> list[Band]:
+    """The bands in order, where those behind each other that see the same keys whole are one."""
+    found: dict[tuple[int, ...], Band] = {}
+    last: dict[tuple[int, int], tuple[int, ...]] = {}
+    for band in bands:
+        keys = (band.k_start, band.k_stop)
+        above = found.get(last.get(keys, ()))
+        if band.is_full and above is not None and above.q_stop == band.q_start:
+            rows = band.q_stop - above.q_start
+            found[last[keys]] = above._replace(q_stop=band.q_stop, low=above.k_start - above.k_stop, high=rows)
+            continue
+        found[band[1:5]] = band
+        if band.is_full:
+            last[keys] = band[1:5]
+    return list(found.values())
+
+
+def _calls_of_row(bands: list[Band]) -> Iterator[Call]:
     thin: list[Band] = []
     narrow: list[Band] = []
     short: list[Band] = []
@@ -90,11 +142,13 @@ def _calls_of_row(bands: list[Band]) -> list[Call]:
         if band.q_stop - band.q_start < STRIP:
             short.append(band)
         elif min(band.k_stop - band.k_start, band.high - band.low + 1) > THIN:
-            long.append([band])
+            yield [band]
         else:
             (thin if band.is_full else narrow).append(band)
-    together = [_cut(alive, start, stop) for start, stop, alive in _pieces(thin)]
-    return [*long, *together, *_grouped(short, STRIP), *_grouped(narrow, THIN_ROWS)]
+    for start, stop, alive in _pieces(thin):
+        yield _cut(alive, start, stop)
+    yield from _grouped(short, STRIP)
+    yield from _grouped(narrow, THIN_ROWS)
 
 
 def _pieces(bands: Sequence[Band]) -> Iterator[tuple[int, int, list[Band]]]:
@@ -117,7 +171,7 @@ def _cut(bands: Sequence[Band], start: int, stop: int) -> Call:
     return [part for part in parts if part is not None]
 
 
-def _grouped(bands: Sequence[Band], rows: int) -> list[Call]:
+def _grouped(bands: Sequence[Band], rows: int) -> Iterator[Call]:
     """The calls of groups of at most ``rows`` queries."""
     groups: list[tuple[int, int, list[Band]]] = []
     for start, stop, alive in _pieces(bands):
@@ -129,7 +183,8 @@ def _grouped(bands: Sequence[Band], rows: int) -> list[Call]:
                 groups[-1] = (begin, last, members + [band for band in alive if id(band) not in known])
             else:
                 groups.append((first, last, list(alive)))
-    return [call for start, stop, members in groups for call in _calls_of_group(_cut(members, start, stop))]
+    for start, stop, members in groups:
+        yield from _calls_of_group(_cut(members, start, stop))
 
 
 def _calls_of_group(parts: Call) -> list[Call]:

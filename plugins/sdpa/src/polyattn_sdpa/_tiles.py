@@ -141,12 +141,16 @@ def _bounded(r0: int, r1: int, c0: int, c1: int, low: int, high: int) -> tuple[i
 
 def mask_of(tile: Tile, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The additive mask of a tile with a pattern: 0 where the query sees the key, ``-inf`` elsewhere."""
-    visible = torch.zeros(tile.q_stop - tile.q_start, tile.width, dtype=torch.bool, device=device)
+    mask = torch.full((tile.q_stop - tile.q_start, tile.width), -torch.inf, dtype=dtype, device=device)
     for r0, r1, c0, c1, low, high in tile.pattern:
-        rows, columns = (torch.arange(n, dtype=torch.int32, device=device) for n in (r1 - r0, c1 - c0))
+        part = mask[r0:r1, c0:c1]
+        if low <= c0 - c1 + 1 and high >= r1 - r0 - 1:
+            part.zero_()
+            continue
+        rows, columns = (torch.arange(n, dtype=torch.int32, device=device) for n in part.shape)
         apart = rows[:, None] - columns[None, :]
-        visible[r0:r1, c0:c1] |= (apart >= low) & (apart <= high)  # rectangles may overlap
-    return additive(visible, dtype)
+        part.masked_fill_((apart >= low) & (apart <= high), 0.0)
+    return mask
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
