@@ -22,18 +22,23 @@ from polyattn.kernels import finished, fully_masked_rows, hidden_in_blocks, of_k
 from polyattn_sdpa._kernels import FEW_KEYS
 from polyattn_sdpa._ops import fused
 from polyattn_sdpa._options import SdpaOptions
+from polyattn_sdpa._runs import planned
 from polyattn_sdpa._tiles import additive
 
 ABILITIES = frozenset(
     (
         *("float64", "float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm"),
         *("chunked", "positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width"),
+        *("two_sided_window", "sink_tokens", "tree", "union"),
         *("bias", "bias_grad", "sinks", "lse", "lse_grad", "grad", "dropout", "deterministic"),
     )
 )
 
 #: A positive factor below it is not a normal number in FP32.
 _TINY = torch.finfo(torch.float32).tiny
+
+#: Tiles of several runs may cost so many times the scores of a dense mask, which takes quadratic memory.
+DENSE_COST = 1.2
 
 Path = Literal["plain", "tiles", "dense", "math"]
 
@@ -43,12 +48,12 @@ class SdpaPlan:
     """The state of a prepared layout.
 
     Attributes:
-        path: ``plain`` is one call of ``scaled_dot_product_attention``; ``tiles`` walks ``blocks``; ``dense`` is one
+        path: ``plain`` is one call of ``scaled_dot_product_attention``; ``tiles`` walks ``table``; ``dense`` is one
             fused call under ``mask``; ``math`` is torch's quadratic path, for a bias under gradients and for dropout.
         causal: flag of the plain call, which has a ``mask`` instead where keys are few.
-        per_row: whether blocks name batch rows.
-        window: of the blocks.
-        blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``.
+        per_row: whether bands name batch rows.
+        table: CPU int64, the bands ``[N, 7]`` of ``MaskLayout.to_bands`` or, where a query lies in several, their plan
+            ``[M, 8]``, which a traced graph leaves to the call.
         mask: additive ``[B|1, H|1, Q, K]``; rows that see nothing are left open, since the kernels give NaN there;
             beside a bias they are opened when it is known.
         rows: Bool ``[B|1, H|1, Q, 1]``, fully masked rows, or ``None`` when the path leaves none to the kernel.
@@ -60,8 +65,7 @@ class SdpaPlan:
     path: Path
     causal: bool = False
     per_row: bool = False
-    window: int | None = None
-    blocks: Tensor | None = None
+    table: Tensor | None = None
     mask: Tensor | None = None
     rows: Tensor | None = None
     keys: Tensor | None = None
@@ -110,11 +114,10 @@ class SdpaBackend(BackendBase):
                     mask = additive(layout.to_dense(request.device), request.dtype)
                     return SdpaPlan("plain", mask=mask, grouped=grouped)
                 return SdpaPlan("plain", causal=_structure(layout).causal, grouped=grouped)
-            blocks = layout.to_blocks()
-            if blocks is not None:
+            table = _table(layout)
+            if table is not None:
                 rows, keys = hidden_in_blocks(layout, request)
-                window, per_row = _structure(layout).window, layout.batch > 1
-                return SdpaPlan("tiles", False, per_row, window, blocks, rows=rows, keys=keys, upcast=upcast)
+                return SdpaPlan("tiles", False, layout.batch > 1, table, rows=rows, keys=keys, upcast=upcast)
         rows, keys = fully_masked_rows(layout, request), unseen_keys(layout, request)
         visible = layout.to_dense(request.device)
         opened = visible if rows is None or request.has_bias else visible | rows
@@ -165,9 +168,8 @@ class SdpaBackend(BackendBase):
                 q,
                 k,
                 v,
-                plan.blocks,
+                plan.table,
                 mask,
-                window=plan.window,
                 per_row=plan.per_row,
                 scale=scale,
                 upcast=plan.upcast,
@@ -182,11 +184,28 @@ class SdpaBackend(BackendBase):
         path = {
             "plain": "one scaled_dot_product_attention call, "
             + ("a mask of few keys" if plan.mask is not None else f"is_causal={plan.causal}"),
-            "tiles": f"fused calls over {0 if plan.blocks is None else plan.blocks.shape[0] - 1} blocks",
+            "tiles": _described(plan.table, prepared.layout),
             "dense": "one fused call under a dense mask, quadratic memory",
             "math": "torch's math path under a dense mask, quadratic memory",
         }
         return path[plan.path] + upcast
+
+
+def _table(layout: MaskLayout) -> Tensor | None:
+    """The bands of a layout, or their plan where a query lies in several; ``None``: there are none, or dense is faster."""
+    bands = layout.to_bands()
+    if bands is None or layout.to_bands(max_runs=1) is not None or torch.compiler.is_compiling():
+        return bands
+    return planned(bands, DENSE_COST * layout.batch * layout.q_len * layout.kv_len)
+
+
+def _described(table: Tensor | None, layout: MaskLayout) -> str:
+    """How the tiles of a layout are walked."""
+    bands = layout.to_bands()
+    if table is None or bands is None:
+        return ""
+    blocks = f"fused calls over {bands.shape[0] - 1} blocks"
+    return blocks if layout.max_runs == 1 else f"{blocks}, up to {layout.max_runs} runs of keys for a query"
 
 
 def _structure(layout: MaskLayout) -> StructuredMask:

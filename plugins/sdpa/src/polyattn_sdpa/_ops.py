@@ -1,54 +1,55 @@
 """Tiles as one differentiable operator.
 
-``fused(q, k, v, ...)`` walks the tiles of a block table, or makes one dense call, as a pair of custom ops (forward and
+``fused(q, k, v, ...)`` walks the tiles of a table, or makes one dense call, as a pair of custom ops (forward and
 backward) behind one autograd function: a compiler sees a single node whatever the number of tiles, and gradients are
-accumulated into whole tensors, not into one zero-filled tensor per slice.
+accumulated into whole tensors, not into one zero-filled tensor per slice. Outputs of tiles that share queries are
+merged by their log-sum-exp; the backward of each tile gets the output and the log-sum-exp of whole rows.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyattn.kernels import accumulation_dtype, op_or_function, refuse_lse_gradient
+from polyattn.kernels import accumulation_dtype, op_or_function, refuse_lse_gradient, without
 from polyattn_sdpa import _kernels
-from polyattn_sdpa._tiles import band_mask, tiles_of
+from polyattn_sdpa._runs import tiles_of
+from polyattn_sdpa._tiles import Tile, mask_of
 
 
 def fused(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    blocks: Tensor | None,
+    table: Tensor | None,
     mask: Tensor | None,
     *,
-    window: int | None,
     per_row: bool,
     scale: float,
     upcast: bool,
     lse_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tiles of ``blocks``, or over everything under the additive ``mask``.
+    """Attention over the tiles of ``table``, or over everything under the additive ``mask``.
 
     Args:
         q: ``[B, Hq, Q, D]``.
         k: ``[B, Hkv, K, D]``.
         v: ``[B, Hkv, K, Dv]``.
-        blocks: CPU int64 ``[N, 7]``, see ``MaskLayout.to_blocks``; or ``None`` with a mask.
-        mask: additive, broadcastable to ``[B, Hq, Q, K]``; or ``None`` with blocks.
-        window: of the blocks.
-        per_row: whether blocks name batch rows; otherwise each block holds for all of them.
+        table: CPU int64, a plan ``[M, 8]`` or bands ``[N, 7]``, see ``_runs``; or ``None`` with a mask.
+        mask: additive, broadcastable to ``[B, Hq, Q, K]``; or ``None`` with a table.
+        per_row: whether bands name batch rows; otherwise each band holds for all of them.
         scale: of the scores.
         upcast: whether the backward casts each tile to FP32; on the CPU only.
         lse_grad: whether gradients may arrive at the LSE.
 
     Returns:
-        Output ``[B, Hq, Q, Dv]`` and LSE ``[B, Hq, Q]``; 0 and ``-inf`` in rows of no block.
+        Output ``[B, Hq, Q, Dv]`` and LSE ``[B, Hq, Q]``; 0 and ``-inf`` in rows of no band.
     """
-    arguments = (q, k, v, blocks, mask, -1 if window is None else window, per_row, scale)
+    arguments = (q, k, v, table, mask, per_row, scale)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output, lse = _Fused.apply(*arguments, upcast, lse_grad)
         if not (q.requires_grad or k.requires_grad):  # no value has a part in it
@@ -64,36 +65,35 @@ class _Fused(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        blocks: Tensor | None,
+        table: Tensor | None,
         mask: Tensor | None,
-        window: int,
         per_row: bool,
         scale: float,
         upcast: bool,
         lse_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        output, lse = op_or_function(_forward_op, _forward, q)(q, k, v, blocks, mask, window, per_row, scale)
+        output, lse = op_or_function(_forward_op, _forward, q)(q, k, v, table, mask, per_row, scale)
         return output, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, blocks, mask, window, per_row, scale, upcast, lse_grad = inputs
-        ctx.save_for_backward(q, k, v, *output, blocks, mask)
-        ctx.constants = (window, per_row, scale, upcast)
+        q, k, v, table, mask, per_row, scale, upcast, lse_grad = inputs
+        ctx.save_for_backward(q, k, v, *output, table, mask)
+        ctx.constants = (per_row, scale, upcast)
         ctx.lse_grad = lse_grad
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_lse_gradient("sdpa", grad_lse, prepared=ctx.lse_grad)
-        q, k, v, output, lse, blocks, mask = ctx.saved_tensors
+        q, k, v, output, lse, table, mask = ctx.saved_tensors
         if grad is None and grad_lse is None:
-            return (None,) * 10
+            return (None,) * 9
         if grad is None:
             grad = torch.zeros_like(output)
         run = op_or_function(_backward_op, _backward, q)
-        grads = run(grad, grad_lse, q, k, v, output, lse, blocks, mask, *ctx.constants)
-        return (*grads, *(None,) * 7)
+        grads = run(grad, grad_lse, q, k, v, output, lse, table, mask, *ctx.constants)
+        return (*grads, *(None,) * 6)
 
 
 # Function.apply reads the signature at each call, which costs more than the rest of it; this way it is computed once.
@@ -104,17 +104,34 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    blocks: Tensor | None,
+    table: Tensor | None,
     mask: Tensor | None,
-    window: int,
     per_row: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    output = q.new_zeros(_output_shape(q, v)).transpose(1, 2)
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulation_dtype(q.dtype))
-    for at_q, at_k, tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
-        output[at_q], lse[at_q] = _kernels.forward(q[at_q], k[at_k], v[at_k], tile_mask, causal, scale)
-    return output, lse
+    high = accumulation_dtype(q.dtype)
+    steps = _walk(q, k, table, mask, per_row)
+    # Where parts are added, the sum of any number of them is rounded once.
+    dtype = high if any(step.adds for step in steps) else q.dtype
+    output = q.new_zeros(_output_shape(q, v), dtype=dtype).transpose(1, 2)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=high)
+    for step in steps:
+        part, part_lse = _kernels.forward(q[step.queries], step.of(k), step.of(v), step.mask, step.causal, scale)
+        if step.blind is not None:
+            part, part_lse = without(part, step.blind[:, None]), part_lse.masked_fill(step.blind, -torch.inf)
+        if step.adds:
+            _add(output[step.queries], lse[step.queries], part, part_lse)
+        else:
+            output[step.queries], lse[step.queries] = part, part_lse
+    return output.to(q.dtype), lse
+
+
+def _add(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a part into what other keys have given to the same rows, in place; rows may have seen nothing in either."""
+    total = torch.logaddexp(lse, part_lse)
+    share = torch.exp(part_lse - total.clamp(min=torch.finfo(total.dtype).min))
+    output.lerp_(part.to(output.dtype), share.unsqueeze(-1))
+    lse.copy_(total)
 
 
 _forward_op = torch.library.custom_op("polyattn_sdpa::forward", _forward, mutates_args=())
@@ -125,9 +142,8 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    blocks: Tensor | None,
+    table: Tensor | None,
     mask: Tensor | None,
-    window: int,
     per_row: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -143,24 +159,38 @@ def _backward(
     v: Tensor,
     output: Tensor,
     lse: Tensor,
-    blocks: Tensor | None,
+    table: Tensor | None,
     mask: Tensor | None,
-    window: int,
     per_row: bool,
     scale: float,
     upcast: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     high = accumulation_dtype(q.dtype)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
-    for at_q, at_k, tile_mask, causal in _walk(q, k, blocks, mask, window, per_row):
-        tile_dlse = None if grad_lse is None else grad_lse[at_q]
-        tile_dq, tile_dk, tile_dv = _kernels.backward(
-            grad[at_q], tile_dlse, q[at_q], k[at_k], v[at_k], output[at_q], lse[at_q], tile_mask, causal, scale, upcast
+    steps = _walk(q, k, table, mask, per_row)
+    dq = torch.zeros_like(q, dtype=high if any(step.adds for step in steps) else q.dtype)
+    dk, dv = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
+    for step in steps:
+        at = step.queries
+        part, *of_keys = _kernels.backward(
+            grad[at],
+            None if grad_lse is None else grad_lse[at],
+            q[at],
+            step.of(k),
+            step.of(v),
+            output[at],
+            lse[at],
+            step.mask,
+            step.causal,
+            scale,
+            upcast,
         )
-        dq[at_q] = tile_dq
-        dk[at_k] += tile_dk
-        dv[at_k] += tile_dv
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        if step.adds:
+            dq[at] += part
+        else:
+            dq[at] = part
+        for whole, piece in zip((dk, dv), of_keys, strict=True):
+            step.add_to(whole, piece)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 _backward_op = torch.library.custom_op("polyattn_sdpa::backward", _backward, mutates_args=())
@@ -175,9 +205,8 @@ def _(
     v: Tensor,
     output: Tensor,
     lse: Tensor,
-    blocks: Tensor | None,
+    table: Tensor | None,
     mask: Tensor | None,
-    window: int,
     per_row: bool,
     scale: float,
     upcast: bool,
@@ -191,28 +220,64 @@ def _output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 _Where = tuple[slice, slice, slice]
-_ALL: _Where = (slice(None),) * 3
+_ALL = slice(None)
 
 
-def _walk(
-    q: Tensor, k: Tensor, blocks: Tensor | None, mask: Tensor | None, window: int, per_row: bool
-) -> list[tuple[_Where, _Where, Tensor | None, bool]]:
-    """Where each tile lies in q and in k, its additive mask, and its causal flag."""
+class _Step(NamedTuple):
+    """A tile of these tensors.
+
+    Attributes:
+        queries: where it lies in q.
+        keys: where its keys lie in k and v, in one or several places.
+        mask: additive.
+        causal: the kernel's own flag.
+        adds: whether an earlier step has computed some of its rows.
+        blind: Bool, rows that the mask hides everything from; ``None``: none. The kernel's LSE there means nothing.
+    """
+
+    queries: _Where
+    keys: Sequence[_Where]
+    mask: Tensor | None = None
+    causal: bool = False
+    adds: bool = False
+    blind: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its keys of k or v."""
+        return x[self.keys[0]] if len(self.keys) == 1 else torch.cat([x[at] for at in self.keys], 2)
+
+    def add_to(self, whole: Tensor, piece: Tensor) -> None:
+        """Add the gradient of its keys to that of all."""
+        if len(self.keys) == 1:
+            whole[self.keys[0]] += piece
+            return
+        sizes = [at[2].stop - at[2].start for at in self.keys]
+        for at, part in zip(self.keys, piece.split(sizes, 2), strict=True):
+            whole[at] += part
+
+
+def _walk(q: Tensor, k: Tensor, table: Tensor | None, mask: Tensor | None, per_row: bool) -> list[_Step]:
+    """The steps of a table, or the one of a dense mask."""
     if q.shape[0] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
         return []  # an empty size kills the raw op
-    if blocks is None:
-        return [(_ALL, _ALL, mask, False)]
-    limit, heads = None if window < 0 else window, slice(None)
-    masks: dict[tuple[int, int, int, bool], Tensor] = {}
+    if table is None:
+        return [_Step((_ALL, _ALL, _ALL), [(_ALL, _ALL, _ALL)], mask)]
+    masks: dict[object, tuple[Tensor | None, Tensor | None]] = {(): (None, None)}
     found = []
-    for tile in tiles_of(blocks.tolist(), limit):
-        rows = slice(tile.batch, tile.batch + 1) if per_row else heads
-        mask = None
-        if tile.offset is not None:
-            key = (tile.q_stop - tile.q_start, tile.k_stop - tile.k_start, tile.offset, tile.block_causal)
-            if key not in masks:
-                masks[key] = band_mask(tile, limit, q.dtype, q.device)
-            mask = masks[key]
-        at_q, at_k = (rows, heads, slice(tile.q_start, tile.q_stop)), (rows, heads, slice(tile.k_start, tile.k_stop))
-        found.append((at_q, at_k, mask, tile.causal))
+    for tile in tiles_of(table):
+        rows = slice(tile.batch, tile.batch + 1) if per_row else _ALL
+        key = tile.pattern and (tile.q_stop - tile.q_start, tile.width, tile.pattern)
+        if key not in masks:
+            masks[key] = _masks_of(tile, q)
+        where = [(rows, _ALL, slice(*keys)) for keys in tile.keys]
+        tile_mask, blind = masks[key]
+        found.append(
+            _Step((rows, _ALL, slice(tile.q_start, tile.q_stop)), where, tile_mask, tile.causal, tile.adds, blind)
+        )
     return found
+
+
+def _masks_of(tile: Tile, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The mask of a tile, and the rows that see nothing through it: those of one band all see something."""
+    mask = mask_of(tile, q.dtype, q.device)
+    return mask, None if len(tile.pattern) == 1 else mask.amax(1) == -torch.inf

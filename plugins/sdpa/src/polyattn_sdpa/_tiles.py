@@ -1,25 +1,56 @@
-"""From blocks to tiles: the rectangles of queries and keys that one fused call each computes.
+"""From bands to tiles: the queries and keys that one fused call each computes.
 
-A block is a row of ``MaskLayout.to_blocks()``: inside it query i sees key j iff ``d = i - j + shift`` (both counted
-from the block's start) satisfies ``d >= 0`` when causal and ``|d| < window``. A block whose mask is empty or plainly
-causal is one tile. Any other is walked in bands of query rows; a band attends to the few keys that it can see under a
-small mask that depends on ``d`` alone, so neighbouring bands share it. Work and memory are linear in the length for a
-fixed window.
+A band is a row of ``MaskLayout.to_bands()``: inside it query i sees key j, both counted from the band's start, where
+``low <= i - j <= high``. A band that hides nothing or is plainly causal is one tile. Any other is walked in strips of
+query rows; a strip attends to the few keys that it can see under a small mask that depends on ``i - j`` alone, so
+neighbouring strips share it. Work and memory are linear in the length for a fixed window.
+
+Several bands may also be one tile: their keys lie behind each other, under one mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: Query rows of a band. On CPU 192 is where the fused op starts to work in larger pieces; 128 takes a tenth longer.
-BAND = 192
+#: Query rows of a strip. On CPU 192 is where the fused op starts to work in larger pieces; 128 takes a tenth longer.
+STRIP = 192
 
-#: The keys of a masked band start at a multiple of this, so that the rows of its scores are aligned.
+#: The keys of a masked strip start at a multiple of this, so that the rows of its scores are aligned.
 ALIGNMENT = 16
+
+
+class Band(NamedTuple):
+    """Query i sees key j, both counted from the band's start, where ``low <= i - j <= high``."""
+
+    batch: int
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    low: int
+    high: int
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key."""
+        return self.low <= self.k_start - self.k_stop + 1 and self.high >= self.q_stop - self.q_start - 1
+
+    def part(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Band | None:
+        """What lies in a rectangle, without ends that see or show nothing; ``None`` where that is nothing."""
+        q0, q1 = max(q_start, self.q_start), min(q_stop, self.q_stop)
+        k0, k1 = max(k_start, self.k_start), min(k_stop, self.k_stop)
+        # In indices of the whole tensors the band is low + apart <= q - k <= high + apart.
+        apart = self.q_start - self.k_start
+        low, high = self.low + apart, self.high + apart
+        q0, q1 = max(q0, k0 + low), min(q1, k1 + high)
+        k0, k1 = max(k0, q0 - high), min(k1, q1 - low)
+        if q0 >= q1 or k0 >= k1:
+            return None
+        return Band(self.batch, q0, q1, k0, k1, max(low - q0 + k0, k0 - k1), min(high - q0 + k0, q1 - q0))
 
 
 class Tile(NamedTuple):
@@ -27,95 +58,99 @@ class Tile(NamedTuple):
 
     Attributes:
         batch: batch row of the layout.
-        q_start, q_stop, k_start, k_stop: the rectangle, in indices of the whole tensors.
+        q_start: first query, in the whole tensor.
+        q_stop: the query behind the last.
+        keys: where its keys start and stop, in order.
         causal: the kernel's own top-left causal flag.
-        offset: ``None``, or the distance ``d`` of the tile's first query to its first key, which fixes its mask.
-        block_causal: whether the mask of ``offset`` is causal.
+        pattern: what fixes its mask, if it has one: each band as its rows, its columns, ``low`` and ``high``, all
+            counted from the tile's first query and key.
+        adds: whether an earlier tile has some of its queries.
     """
 
     batch: int
     q_start: int
     q_stop: int
-    k_start: int
-    k_stop: int
+    keys: tuple[tuple[int, int], ...]
     causal: bool = False
-    offset: int | None = None
-    block_causal: bool = False
+    pattern: tuple[tuple[int, ...], ...] = ()
+    adds: bool = False
+
+    @property
+    def width(self) -> int:
+        """The number of its keys."""
+        return sum(stop - start for start, stop in self.keys)
 
 
-def tiles_of(blocks: Iterable[list[int]], window: int | None, band: int = BAND) -> list[Tile]:
-    """The tiles of a block table, in its order; every query row that sees a key lies in exactly one."""
-    found: list[Tile] = []
-    for batch, q_start, q_stop, k_start, k_stop, shift, causal in blocks:
-        if q_start < q_stop and k_start < k_stop:
-            _add_tiles(found, batch, q_start, q_stop, k_start, k_stop, shift, bool(causal), window, band)
+def strips(band: Band, rows: int = STRIP) -> list[Tile]:
+    """The tiles of one band; every query that sees a key lies in exactly one."""
+    trimmed = band.part(*band[1:5])
+    if trimmed is None:
+        return []
+    batch, q0, q1, k0, k1, low, high = trimmed
+    count, keys = q1 - q0, k1 - k0
+    if trimmed.is_full:
+        return [Tile(batch, q0, q1, ((k0, k1),))]
+    if low == 0 and high >= count - 1:
+        return [Tile(batch, q0, q1, ((k0, k1),), causal=True)]
+    found, start = [], 0
+    if low == 0:  # the first rows of a window are an ordinary causal square
+        start = high + 1
+        found.append(Tile(batch, q0, q0 + start, ((k0, min(k1, k0 + start)),), causal=True))
+    for r0 in range(start, count, rows):
+        r1 = min(count, r0 + rows)
+        first, stop = max(0, r0 - high), min(keys, r1 - low)
+        if r0 - (stop - 1) >= low and r1 - 1 - first <= high:
+            found.append(Tile(batch, q0 + r0, q0 + r1, ((k0 + first, k0 + stop),)))
+            continue
+        first -= min(first, (k0 + first) % ALIGNMENT)  # hidden by the mask
+        pattern = _bounded(0, r1 - r0, 0, stop - first, low - r0 + first, high - r0 + first)
+        found.append(Tile(batch, q0 + r0, q0 + r1, ((k0 + first, k0 + stop),), pattern=(pattern,)))
     return found
 
 
-def _add_tiles(
-    found: list[Tile],
-    batch: int,
-    q0: int,
-    q1: int,
-    k0: int,
-    k1: int,
-    shift: int,
-    causal: bool,
-    window: int | None,
-    band: int,
-) -> None:
-    if causal and shift < 0:  # the first rows see nothing
-        q0, shift = q0 - shift, 0
-    rows, keys = q1 - q0, k1 - k0
-    if rows <= 0:
-        return
-    farthest = max(rows - 1 + shift, keys - 1 - shift)
-    if window is not None and window > farthest:
-        window = None
-    if window is None and (not causal or shift >= keys - 1):
-        found.append(Tile(batch, q0, q1, k0, k1))
-        return
-    if window is None and shift == 0:
-        found.append(Tile(batch, q0, q1, k0, min(k1, k0 + rows), causal=True))
-        return
-    start = 0
-    if window is not None and causal and shift == 0:
-        # The first W rows are an ordinary causal square.
-        start = min(window, rows)
-        found.append(Tile(batch, q0, q0 + start, k0, min(k1, k0 + start), causal=True))
-    for r0 in range(start, rows, band):
-        r1 = min(rows, r0 + band)
-        lo = 0 if window is None else max(0, r0 + shift - window + 1)
-        reach = 1 if causal else (window if window is not None else keys)
-        hi = min(keys, r1 - 1 + shift + reach)
-        if lo >= hi:
-            continue
-        nearest, offset = r0 + shift - (hi - 1), r0 + shift - lo
-        sees_all = (not causal or nearest >= 0) and (
-            window is None or (offset + r1 - 1 - r0 < window and -nearest < window)
-        )
-        if sees_all:
-            found.append(Tile(batch, q0 + r0, q0 + r1, k0 + lo, k0 + hi))
-            continue
-        early = min(lo, (k0 + lo) % ALIGNMENT)  # hidden by the mask
-        first = k0 + lo - early
-        found.append(Tile(batch, q0 + r0, q0 + r1, first, k0 + hi, offset=offset + early, block_causal=causal))
+def joined(bands: Sequence[Band]) -> Tile:
+    """One tile of several bands of disjoint keys."""
+    q_start, q_stop = min(band.q_start for band in bands), max(band.q_stop for band in bands)
+    keys: list[tuple[int, int]] = []
+    for start, stop in sorted({(band.k_start, band.k_stop) for band in bands}):
+        if keys and start <= keys[-1][1]:
+            keys[-1] = (keys[-1][0], max(keys[-1][1], stop))
+        else:
+            keys.append((start, stop))
+    whole = all((band.q_start, band.q_stop) == (q_start, q_stop) and band.is_full for band in bands)
+    if whole and sum(band.k_stop - band.k_start for band in bands) == sum(stop - start for start, stop in keys):
+        return Tile(bands[0].batch, q_start, q_stop, tuple(keys))
+    column, place = {}, 0
+    for start, stop in keys:
+        column[start] = place
+        place += stop - start
+    starts, at, pattern = [start for start, _ in keys], 0, []
+    for band in sorted(bands, key=lambda band: band.k_start):
+        while at + 1 < len(starts) and starts[at + 1] <= band.k_start:
+            at += 1
+        first, row = column[starts[at]] + band.k_start - starts[at], band.q_start - q_start
+        size = (band.q_stop - band.q_start, band.k_stop - band.k_start)
+        pattern.append(_bounded(row, row + size[0], first, first + size[1], band.low, band.high))
+    return Tile(bands[0].batch, q_start, q_stop, tuple(keys), pattern=tuple(pattern))
 
 
-def band_mask(tile: Tile, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The additive mask of a tile with an offset: 0 where the query sees the key, ``-inf`` elsewhere."""
-    assert tile.offset is not None
-    queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
-    rows = torch.arange(queries, dtype=torch.int32, device=device)
-    # Query i sees key j where least <= i - j < most. Both are cut to what i - j can be, which int32 holds.
-    least, most = -keys, queries
-    if window is not None:
-        least, most = 1 - window - tile.offset, window - tile.offset
-    if tile.block_causal:
-        least = -tile.offset
-    apart = rows[:, None] - torch.arange(keys, dtype=torch.int32, device=device)[None, :]
-    visible = (apart >= min(max(least, -keys), queries)) & (apart < min(max(most, -keys), queries))
-    return additive(visible, dtype)
+def _bounded(r0: int, r1: int, c0: int, c1: int, low: int, high: int) -> tuple[int, ...]:
+    """One entry of a pattern, its bounds cut to what ``i - j`` can be, so that equal masks have equal patterns."""
+    return r0, r1, c0, c1, max(low, c0 - c1), min(high, r1 - r0)
+
+
+def mask_of(tile: Tile, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The additive mask of a tile with a pattern: 0 where the query sees the key, ``-inf`` elsewhere."""
+    mask = torch.full((tile.q_stop - tile.q_start, tile.width), -torch.inf, dtype=dtype, device=device)
+    for r0, r1, c0, c1, low, high in tile.pattern:
+        part = mask[r0:r1, c0:c1]
+        if low <= c0 - c1 + 1 and high >= r1 - r0 - 1:
+            part.zero_()
+            continue
+        rows, columns = (torch.arange(n, dtype=torch.int32, device=device) for n in part.shape)
+        apart = rows[:, None] - columns[None, :]
+        part.masked_fill_((apart >= low) & (apart <= high), 0.0)
+    return mask
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

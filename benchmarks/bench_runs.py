@@ -1,0 +1,206 @@
+"""The sdpa backend on layouts whose queries see several runs of keys, against the same attention without them.
+
+    python benchmarks/bench_runs.py [--rounds 7] [--quick] [--only NAME] [--json FILE]
+
+Forward and backward, FP32, H=4, D=64. Rounds alternate between the two sides and each figure is a median, so that a
+busy machine slows both alike; the ratios, peer over ours, are what to quote. "attend" leaves out the making of the
+layout and ``prepare``, which a model does once for all its layers; "with prepare" counts both.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import statistics
+import time
+from pathlib import Path
+
+import click
+import torch
+
+import polyattn
+from polyattn import AttentionRequest, MaskLayout, StructuredMask
+
+HEADS, WIDTH = 4, 64
+SDPA = polyattn.backends.get("sdpa")
+
+
+class Side:
+    """One layout, attended to forward and backward with gradients into q, k and v."""
+
+    def __init__(self, make):
+        self.make = make
+        layout = make()
+        generator = torch.Generator().manual_seed(0)
+        lengths = (layout.q_len, layout.kv_len, layout.kv_len)
+        self.qkv = [torch.randn(1, HEADS, n, WIDTH, generator=generator).requires_grad_() for n in lengths]
+        self.grad = torch.randn(1, HEADS, layout.q_len, WIDTH, generator=generator)
+        self.request = AttentionRequest.of(*self.qkv)
+        self.prepared = SDPA.prepare(layout, self.request)
+
+    def attend(self):
+        torch.autograd.grad(self.prepared(*self.qkv).output, self.qkv, self.grad)
+
+    def whole(self):
+        prepared = SDPA.prepare(self.make(), self.request)
+        torch.autograd.grad(prepared(*self.qkv).output, self.qkv, self.grad)
+
+
+def as_mod(layout):
+    """The same mask as a function, whose structure no backend can see."""
+    return MaskLayout.from_mod(layout.to_mask_mod(), q_len=layout.q_len, kv_len=layout.kv_len)
+
+
+def seconds(run):
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def ratio(ours, peer, rounds):
+    """Medians of both and of peer / ours, pair by pair, after a warm-up of each."""
+    ours()
+    peer()
+    pairs = [(seconds(ours), seconds(peer)) for _ in range(rounds)]
+    a, b = zip(*pairs, strict=True)
+    quotient = statistics.median(y / x for x, y in pairs)
+    return {"ours_s": statistics.median(a), "peer_s": statistics.median(b), "ratio": quotient}
+
+
+def against(make, peer, bars, rounds):
+    ours, other = Side(make), Side(peer)
+    result = {"path": SDPA.describe(ours.prepared)}
+    for name, bar in bars.items():
+        method = {"attend": "attend", "with prepare": "whole"}[name]
+        timed = ratio(getattr(ours, method), getattr(other, method), rounds)
+        result |= {name: timed["ratio"], f"{name}, bar": bar, f"{name}, ours_s": timed["ours_s"]}
+    return result
+
+
+def paths(parents, lengths):
+    """Each leaf of a tree as a row of its own: the lengths from the root to it, added up."""
+    length = []
+    for parent, own in zip(parents, lengths, strict=True):
+        length.append(own + (length[parent] if parent >= 0 else 0))
+    return [length[node] for node in range(len(parents)) if node not in parents]
+
+
+def tree(parents, lengths):
+    make = functools.partial(MaskLayout.tree, parents, lengths)
+    return make, lambda: MaskLayout.packed(paths(parents, lengths))
+
+
+def prefix(quick):
+    return [-1] + [0] * 8, [1024 >> quick] + [256 >> quick] * 8
+
+
+def three_levels(quick):
+    parents = [-1, *[0] * 4, *[1 + i // 3 for i in range(12)]]
+    return parents, [512 >> quick] + [256 >> quick] * 16
+
+
+def block_diffusion(length, size):
+    """A context and, behind it, blocks of queries, each seen both ways, for every ``size`` tokens of the context.
+
+    That is a tree whose context is split at the blocks' anchors.
+    """
+    count = length // size
+    parents = [*range(-1, count - 1), *range(count)]
+
+    def make():
+        tree = MaskLayout.tree(parents, [size] * (2 * count), causal=False)
+        return tree.select_queries(slice(length, 2 * length))
+
+    return make
+
+
+def draft_steps(length, steps):
+    """Query i sees the keys up to i of the first step and its own key of each later step."""
+    query = torch.arange(length)[None]
+    # One position for the tokens of all steps; a step is a segment, which the keys of the others do not have.
+    keys = query.repeat(1, steps)
+    step = torch.arange(steps).repeat_interleave(length)[None]
+
+    def part(number, **rule):
+        mask = StructuredMask(
+            causal=True,
+            q_positions=query,
+            kv_positions=keys,
+            q_segments=torch.full_like(query, number),
+            kv_segments=step,
+            **rule,
+        )
+        return MaskLayout(length, steps * length, visibility=mask)
+
+    def make():
+        parts = [part(0), *[part(number, window=1) for number in range(1, steps)]]
+        return functools.reduce(operator.or_, parts)
+
+    return make
+
+
+def shared_prefix(rounds, quick):
+    make, packed = tree(*prefix(quick))
+    bars = {"attend": ">= 2.2", "with prepare": ">= 2.2"}
+    unshared = against(make, packed, bars, rounds)
+    dense = against(make, lambda: as_mod(make()), bars, rounds)
+    return unshared | {f"mask_mod, {name}": value for name, value in dense.items() if name != "path"}
+
+
+def deep_tree(rounds, quick):
+    make, packed = tree(*three_levels(quick))
+    return against(make, packed, {"attend": ">= 2.5", "with prepare": ">= 2.5"}, rounds)
+
+
+def sinks(rounds, quick):
+    length = 8192 >> 2 * quick
+    plain = functools.partial(MaskLayout.causal, length, window=512)
+    return against(
+        functools.partial(plain, sink_tokens=4), plain, {"attend": ">= 0.8", "with prepare": ">= 0.8"}, rounds
+    )
+
+
+def blocks(rounds, quick):
+    make = block_diffusion(2048 >> quick, 32)
+    bars = {"attend": ">= 2", "with prepare": ">= 3"}
+    return against(make, lambda: as_mod(make()), bars, rounds)
+
+
+def drafts(rounds, quick):
+    make = draft_steps(2048 >> quick, 4)
+    bars = {"attend": ">= 5", "with prepare": ">= 5"}
+    return against(make, lambda: as_mod(make()), bars, rounds)
+
+
+BENCHES = {
+    "prefix 1024 and 8 responses of 256": shared_prefix,
+    "a tree of depth 3": deep_tree,
+    "window 512 with 4 sink tokens in 8192": sinks,
+    "block diffusion, 2048 in blocks of 32": blocks,
+    "draft of 4 steps at 2048": drafts,
+}
+
+
+@click.command()
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--quick", is_flag=True, help="Half the lengths or less, which the bars do not hold for, and 3 rounds.")
+@click.option("--only", default="", help="Run the benchmarks whose name contains this.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file.")
+def main(rounds, quick, only, path):
+    """Print the ratios, and their bars, of layouts of several runs against the same attention without them."""
+    results = {
+        "versions": {"torch": torch.__version__, "threads": torch.get_num_threads(), "polyattn": polyattn.__version__}
+    }
+    for name, bench in BENCHES.items():
+        if only in name:
+            results[name] = bench(3 if quick else rounds, quick)
+            shown = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in results[name].items())
+            print(f"{name}: {shown}", flush=True)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
