@@ -192,7 +192,7 @@ class SdpaBackend(BackendBase):
 
 
 def _table(layout: MaskLayout) -> Tensor | None:
-    """The bands of a layout, or their plan where a query lies in several; ``None``: there are none, or dense is faster."""
+    """The bands of a layout, or their plan where a query lies in several; ``None``: none, or dense is faster."""
     bands = layout.to_bands()
     if bands is None or layout.to_bands(max_runs=1) is not None or torch.compiler.is_compiling():
         return bands
