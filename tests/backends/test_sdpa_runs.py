@@ -89,6 +89,8 @@ def painted(layout, table):
         shown = torch.ones(tile.q_stop - tile.q_start, tile.width, dtype=torch.int64)
         if tile.pattern:
             shown = (mask_of(tile, torch.float32, torch.device("cpu")) == 0).long()
+            blind = [row for start, stop in tile.blind for row in range(start, stop)]
+            assert (~shown.any(1)).nonzero().flatten().tolist() == blind
         place = 0
         for start, stop in tile.keys:
             part = shown.tril() if tile.causal else shown[:, place : place + stop - start]
@@ -190,7 +192,7 @@ def test_what_a_kernel_returns_for_a_row_that_a_mask_hides_whole_is_not_merged(d
     (open_step, masked) = _ops._walk(qkv[0], qkv[1], table, None, False)
     assert open_step.mask is None
     assert masked.adds
-    assert masked.blind.nonzero().flatten().tolist() == list(range(10, 30))
+    assert masked.blind == ((10, 30),)
     # Scores far below 0, beside which the kernel's 0 is a large logarithm.
     q, k, v = (x.detach().to(dtype) for x in qkv)
     q, k = q.abs() * 10, -k.abs() * 10

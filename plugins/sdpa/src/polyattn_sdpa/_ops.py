@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.kernels import accumulation_dtype, op_or_function, refuse_lse_gradient, without
+from polyattn.kernels import accumulation_dtype, op_or_function, refuse_lse_gradient
 from polyattn_sdpa import _kernels
 from polyattn_sdpa._runs import tiles_of
-from polyattn_sdpa._tiles import Tile, mask_of
+from polyattn_sdpa._tiles import mask_of
 
 
 def fused(
@@ -117,8 +117,8 @@ def _forward(
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=high)
     for step in steps:
         part, part_lse = _kernels.forward(q[step.queries], step.of(k), step.of(v), step.mask, step.causal, scale)
-        if step.blind is not None:
-            part, part_lse = without(part, step.blind[:, None]), part_lse.masked_fill(step.blind, -torch.inf)
+        for start, stop in step.blind:
+            part[:, :, start:stop], part_lse[:, :, start:stop] = 0.0, -torch.inf
         if step.adds:
             _add(output[step.queries], lse[step.queries], part, part_lse)
         else:
@@ -231,16 +231,16 @@ class _Step(NamedTuple):
         keys: where its keys lie in k and v, in one or several places.
         mask: additive.
         causal: the kernel's own flag.
+        blind: rows that the mask hides everything from, where the kernel's LSE means nothing.
         adds: whether an earlier step has computed some of its rows.
-        blind: Bool, rows that the mask hides everything from; ``None``: none. The kernel's LSE there means nothing.
     """
 
     queries: _Where
     keys: Sequence[_Where]
     mask: Tensor | None = None
     causal: bool = False
+    blind: Sequence[tuple[int, int]] = ()
     adds: bool = False
-    blind: Tensor | None = None
 
     def of(self, x: Tensor) -> Tensor:
         """Its keys of k or v."""
@@ -262,22 +262,14 @@ def _walk(q: Tensor, k: Tensor, table: Tensor | None, mask: Tensor | None, per_r
         return []  # an empty size kills the raw op
     if table is None:
         return [_Step((_ALL, _ALL, _ALL), [(_ALL, _ALL, _ALL)], mask)]
-    masks: dict[object, tuple[Tensor | None, Tensor | None]] = {(): (None, None)}
+    masks: dict[object, Tensor | None] = {(): None}
     found = []
     for tile in tiles_of(table):
         rows = slice(tile.batch, tile.batch + 1) if per_row else _ALL
         key = tile.pattern and (tile.q_stop - tile.q_start, tile.width, tile.pattern)
         if key not in masks:
-            masks[key] = _masks_of(tile, q)
-        where = [(rows, _ALL, slice(*keys)) for keys in tile.keys]
-        tile_mask, blind = masks[key]
-        found.append(
-            _Step((rows, _ALL, slice(tile.q_start, tile.q_stop)), where, tile_mask, tile.causal, tile.adds, blind)
-        )
+            masks[key] = mask_of(tile, q.dtype, q.device)
+        at_q = (rows, _ALL, slice(tile.q_start, tile.q_stop))
+        at_k = [(rows, _ALL, slice(*keys)) for keys in tile.keys]
+        found.append(_Step(at_q, at_k, masks[key], tile.causal, tile.blind, tile.adds))
     return found
-
-
-def _masks_of(tile: Tile, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The mask of a tile, and the rows that see nothing through it: those of one band all see something."""
-    mask = mask_of(tile, q.dtype, q.device)
-    return mask, None if len(tile.pattern) == 1 else mask.amax(1) == -torch.inf
