@@ -112,8 +112,8 @@ def _forward(
     high = accumulation_dtype(q.dtype)
     steps = _walk(q, k, table, mask, per_row)
     # Where parts are added, the sum of any number of them is rounded once.
-    dtype = high if any(step.adds for step in steps) else q.dtype
-    output = q.new_zeros(_output_shape(q, v), dtype=dtype).transpose(1, 2)
+    adds = True in [step.adds for step in steps]
+    output = q.new_zeros(_output_shape(q, v), dtype=high if adds else q.dtype).transpose(1, 2)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=high)
     for step in steps:
         part, part_lse = _kernels.forward(q[step.queries], step.of(k), step.of(v), step.mask, step.causal, scale)
@@ -123,7 +123,7 @@ def _forward(
             _add(output[step.queries], lse[step.queries], part, part_lse)
         else:
             output[step.queries], lse[step.queries] = part, part_lse
-    return output.to(q.dtype), lse
+    return output.to(q.dtype) if adds else output, lse
 
 
 def _add(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -167,7 +167,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     high = accumulation_dtype(q.dtype)
     steps = _walk(q, k, table, mask, per_row)
-    dq = torch.zeros_like(q, dtype=high if any(step.adds for step in steps) else q.dtype)
+    adds = True in [step.adds for step in steps]
+    dq = torch.zeros_like(q, dtype=high if adds else q.dtype)
     dk, dv = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
     for step in steps:
         at = step.queries

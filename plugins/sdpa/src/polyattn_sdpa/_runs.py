@@ -57,9 +57,12 @@ def tiles_of(table: Tensor) -> list[Tile]:
     """The tiles of a plan, or of a table of bands, which is planned first."""
     calls: Iterable[Call]
     if table.shape[1] == len(Band._fields):
-        calls = _calls(_read(table))
+        bands = _read(table)
+        if _is_one_run(bands):
+            return [tile for band in bands for tile in strips(band)]
+        calls = _calls(bands)
     else:
-        numbered = [(row[0], Band(*row[1:])) for row in table.tolist() if row[2] < row[3]]
+        numbered = [(row[0], Band._make(row[1:])) for row in table.tolist() if row[2] < row[3]]
         calls = ([band for _, band in call] for _, call in itertools.groupby(numbered, key=lambda row: row[0]))
     return _in_turn([tile for call in calls for tile in _tiles(call)])
 
@@ -76,7 +79,7 @@ def _cost(tile: Tile) -> int:
 
 
 def _read(bands: Tensor) -> list[Band]:
-    return [Band(*row) for row in bands.tolist() if row[1] < row[2]]
+    return [Band._make(row) for row in bands.tolist() if row[1] < row[2]]
 
 
 def _in_turn(tiles: list[Tile]) -> list[Tile]:
@@ -92,10 +95,11 @@ def _in_turn(tiles: list[Tile]) -> list[Tile]:
     return found
 
 
+def _is_one_run(bands: list[Band]) -> bool:
+    return all(a[2] <= b[1] or a[0] != b[0] for a, b in itertools.pairwise(bands))
+
+
 def _calls(bands: list[Band]) -> Iterator[Call]:
-    if not any(a.batch == b.batch and b.q_start < a.q_stop for a, b in itertools.pairwise(bands)):
-        yield from ([band] for band in bands)
-        return
     for _, row in itertools.groupby(bands, key=lambda band: band.batch):
         parts = [part for band in row for part in _simpler(band)]
         yield from _calls_of_row(_stacked(sorted(parts, key=lambda band: band.q_start)))

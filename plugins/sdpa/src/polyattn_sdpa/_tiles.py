@@ -85,12 +85,12 @@ class Tile(NamedTuple):
 
 def strips(band: Band, rows: int = STRIP) -> list[Tile]:
     """The tiles of one band; every query that sees a key lies in exactly one."""
-    trimmed = band.part(*band[1:5])
-    if trimmed is None:
-        return []
-    batch, q0, q1, k0, k1, low, high = trimmed
+    batch, q0, q1, k0, k1, low, high = band
     count, keys = q1 - q0, k1 - k0
-    if trimmed.is_full:
+    if not (low <= 0 <= high and low <= count - keys <= high):  # a query or a key at an end sees nothing
+        whole = band.part(q0, q1, k0, k1)
+        return [] if whole is None else strips(whole, rows)
+    if low <= 1 - keys and high >= count - 1:
         return [Tile(batch, q0, q1, ((k0, k1),))]
     if low == 0 and high >= count - 1:
         return [Tile(batch, q0, q1, ((k0, k1),), causal=True)]
