@@ -189,7 +189,7 @@ def test_what_a_kernel_returns_for_a_row_that_a_mask_hides_whole_is_not_merged(d
     layout = sees_nothing_of_a_masked_part()
     qkv = tensors(layout, heads=2)
     table = check(layout, qkv).state.table
-    (open_step, masked) = _ops._walk(qkv[0], qkv[1], table, None, False)
+    (open_step, masked), _ = _ops._walk(qkv[0], qkv[1], table, None, False)
     assert open_step.mask is None
     assert masked.adds
     assert masked.blind == ((10, 30),)

@@ -14,7 +14,7 @@ A plan is the table of bands, cut, with the number of its call before each: int6
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,16 +55,20 @@ def planned(bands: Tensor, most: float) -> Tensor | None:
 
 def tiles_of(table: Tensor) -> list[Tile]:
     """The tiles of a plan, or of a table of bands, which is planned first."""
-    calls: Iterable[Call]
-    if table.shape[1] == len(Band._fields):
-        bands = _read(table)
-        if _is_one_run(bands):
-            return [tile for band in bands for tile in strips(band)]
-        calls = _calls(bands)
-    else:
+    if table.shape[1] > len(Band._fields):
         numbered = [(row[0], Band._make(row[1:])) for row in table.tolist() if row[2] < row[3]]
         calls = ([band for _, band in call] for _, call in itertools.groupby(numbered, key=lambda row: row[0]))
-    return _in_turn([tile for call in calls for tile in _tiles(call)])
+        return _in_turn([tile for call in calls for tile in _tiles(call)])
+    tiles: list[Tile] = []
+    batch = reached = 0
+    for row in table.tolist():
+        band = Band._make(row)
+        if band.batch == batch and band.q_start < reached:  # a second run of keys
+            return _in_turn([tile for call in _calls(_read(table)) for tile in _tiles(call)])
+        batch, reached = band.batch, band.q_stop
+        if band.q_start < reached:
+            tiles += strips(band)
+    return tiles
 
 
 def _tiles(call: Call) -> list[Tile]:
@@ -93,10 +97,6 @@ def _in_turn(tiles: list[Tile]) -> list[Tile]:
         found.append(tile._replace(adds=True) if 1 in written[rows] else tile)
         written[rows] = b"\1" * (tile.q_stop - tile.q_start)
     return found
-
-
-def _is_one_run(bands: list[Band]) -> bool:
-    return all(a[2] <= b[1] or a[0] != b[0] for a, b in itertools.pairwise(bands))
 
 
 def _calls(bands: list[Band]) -> Iterator[Call]:
