@@ -183,7 +183,7 @@ def _backward(
             upcast,
         )
         if step.adds:
-            dq[at] += part
+            dq[at].add_(part)
         else:
             dq[at] = part
         for whole, piece in zip((dk, dv), of_keys, strict=True):
@@ -253,7 +253,7 @@ class _Step(NamedTuple):
         """Add the gradient of its keys to that of all."""
         sizes = [stop - start for start, stop in self.keys]
         for (start, stop), part in zip(self.keys, piece.split(sizes, 2), strict=True):
-            whole[self.queries[0], :, start:stop] += part
+            whole[self.queries[0], :, start:stop].add_(part)
 
 
 def _walk(q: Tensor, k: Tensor, table: Tensor | None, mask: Tensor | None, per_row: bool) -> tuple[list[_Step], bool]:
