@@ -16,7 +16,7 @@ import polyattn
 from polyattn import AttentionRequest, MaskLayout, UnsupportedAttentionError
 from polyattn_conformance.reference import reference_attention
 from polyattn_sdpa import _kernels
-from polyattn_sdpa._tiles import ALIGNMENT, BAND, band_mask, tiles_of
+from polyattn_sdpa._tiles import ALIGNMENT, STRIP, Band, mask_of, strips
 
 SDPA = polyattn.backends.get("sdpa")
 
@@ -90,36 +90,27 @@ def test_a_bias_or_dropout_under_gradients_takes_the_math_path_and_says_so():
         prepare(MaskLayout.causal(6), *qkv, dropout_p=0.1, training=True, has_sinks=True)
 
 
-blocks = st.integers(1, 40).flatmap(
-    lambda rows: st.tuples(
-        st.just(rows),
-        st.integers(1, 40),
-        st.integers(0, 20),
-        st.integers(-10, 50),
-        st.booleans(),
-        st.none() | st.integers(1, 60),
-    )
+bands = st.tuples(
+    st.integers(1, 40), st.integers(1, 40), st.integers(0, 20), st.integers(-60, 60), st.integers(-60, 60)
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(blocks)
-def test_tiles_paint_exactly_the_mask_of_their_block(block):
-    rows, keys, first_key, shift, causal, window = block
+@given(bands)
+def test_tiles_paint_exactly_the_mask_of_their_band(band):
+    rows, keys, first_key, low, high = band
     painted = torch.zeros(rows, first_key + keys, dtype=torch.int64)
-    tiles = list(tiles_of([[0, 0, rows, first_key, first_key + keys, shift, int(causal)]], window, band=4))
+    tiles = strips(Band(0, 0, rows, first_key, first_key + keys, low, high), rows=4)
     for tile in tiles:
-        part = painted[tile.q_start : tile.q_stop, tile.k_start : tile.k_stop]
-        if tile.offset is not None:
-            part += band_mask(tile, window, torch.float32, torch.device("cpu")) == 0
+        part = painted[tile.q_start : tile.q_stop, slice(*tile.keys[0])]
+        if tile.pattern:
+            part += mask_of(tile, torch.float32, torch.device("cpu")) == 0
         elif tile.causal:
             part += torch.ones_like(part).tril()
         else:
             part += 1
-    distance = torch.arange(rows)[:, None] - torch.arange(keys)[None] + shift
-    visible = (distance >= 0) | (not causal)
-    if window is not None:
-        visible &= distance.abs() < window
+    apart = torch.arange(rows)[:, None] - torch.arange(keys)[None]
+    visible = (apart >= low) & (apart <= high)
     assert torch.equal(painted[:, first_key:], visible.long())
     assert not painted[:, :first_key].any()
     for first, second in itertools.pairwise(tiles):
@@ -173,8 +164,8 @@ def test_a_mask_that_the_kernel_gets_adds_nothing_or_minus_infinity():
 
 def test_a_windows_tiles_never_grow_with_the_length():
     for length in (1000, 4000):
-        tiles = list(tiles_of([[0, 0, length, 0, length, 0, 1]], 50))
-        assert max((t.q_stop - t.q_start) * (t.k_stop - t.k_start) for t in tiles) <= BAND * (BAND + 50 + ALIGNMENT)
+        tiles = strips(Band(0, 0, length, 0, length, 0, 49))
+        assert max((t.q_stop - t.q_start) * t.width for t in tiles) <= STRIP * (STRIP + 50 + ALIGNMENT)
 
 
 @pytest.mark.parametrize("causal", [False, True])

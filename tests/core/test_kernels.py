@@ -73,6 +73,21 @@ def test_blocks_hide_what_takes_no_part_but_for_inactive_queries_between_active_
         assert torch.equal(keys.squeeze(-1), layout.unseen_keys())
 
 
+def test_blocks_of_several_runs_hide_inactive_queries_between_active_ones():
+    active = torch.tensor([[True] * 4 + [False, True]])
+    for layout, hides in (
+        (MaskLayout.tree([-1, 0, 0], [2, 2, 2]), False),
+        (MaskLayout.tree([-1, 0, 0], [2, 2, 2], active_queries=active), True),
+        (MaskLayout.tree([-1, 0, 0], [2, 2, 2], active_queries=active.flip(1).cummin(1).values), False),
+    ):
+        assert layout.max_runs == (1 if not hides and layout.active_queries is not None else 2)
+        rows, keys = hidden_in_blocks(layout, AttentionRequest.of(*qkv()))
+        assert (rows is not None) is hides
+        if hides:
+            assert torch.equal(rows.squeeze(-1), layout.rows_without_keys())
+            assert torch.equal(keys.squeeze(-1), layout.unseen_keys())
+
+
 def test_what_is_shut_out_may_hold_nan_and_has_a_gradient_of_exactly_zero():
     q, k, v = (x.detach() for x in qkv())
     q[:, :, 1], k[:, :, 2], v[:, :, 2] = NAN, NAN, NAN

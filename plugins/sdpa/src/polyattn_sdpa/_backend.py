@@ -114,9 +114,11 @@ class SdpaBackend(BackendBase):
                     mask = additive(layout.to_dense(request.device), request.dtype)
                     return SdpaPlan("plain", mask=mask, grouped=grouped)
                 return SdpaPlan("plain", causal=_structure(layout).causal, grouped=grouped)
-            table = _table(layout)
+            table = layout.to_bands(max_runs=1)
+            if table is None:
+                table = _several_runs(layout)
             if table is not None:
-                rows, keys = hidden_in_blocks(layout, request)
+                rows, keys = (None, None) if layout.active_queries is None else hidden_in_blocks(layout, request)
                 return SdpaPlan("tiles", False, layout.batch > 1, table, rows=rows, keys=keys, upcast=upcast)
         rows, keys = fully_masked_rows(layout, request), unseen_keys(layout, request)
         visible = layout.to_dense(request.device)
@@ -191,10 +193,13 @@ class SdpaBackend(BackendBase):
         return path[plan.path] + upcast
 
 
-def _table(layout: MaskLayout) -> Tensor | None:
-    """The bands of a layout, or their plan where a query lies in several; ``None``: there are none, or dense is faster."""
+def _several_runs(layout: MaskLayout) -> Tensor | None:
+    """The plan of a layout whose queries lie in several bands, which a traced graph leaves to the call.
+
+    ``None``: it has no bands, or dense is faster.
+    """
     bands = layout.to_bands()
-    if bands is None or layout.to_bands(max_runs=1) is not None or torch.compiler.is_compiling():
+    if bands is None or torch.compiler.is_compiling():
         return bands
     return planned(bands, DENSE_COST * layout.batch * layout.q_len * layout.kv_len)
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.kernels import accumulation_dtype, op_or_function, refuse_lse_gradient, without
+from polyattn.kernels import accumulation_dtype, op_or_function, refuse_lse_gradient
 from polyattn_sdpa import _kernels
 from polyattn_sdpa._runs import tiles_of
-from polyattn_sdpa._tiles import Tile, mask_of
+from polyattn_sdpa._tiles import mask_of
 
 
 def fused(
@@ -110,20 +110,19 @@ def _forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     high = accumulation_dtype(q.dtype)
-    steps = _walk(q, k, table, mask, per_row)
+    steps, adds = _walk(q, k, table, mask, per_row)
     # Where parts are added, the sum of any number of them is rounded once.
-    dtype = high if any(step.adds for step in steps) else q.dtype
-    output = q.new_zeros(_output_shape(q, v), dtype=dtype).transpose(1, 2)
+    output = q.new_zeros(_output_shape(q, v), dtype=high if adds else q.dtype).transpose(1, 2)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=high)
     for step in steps:
-        part, part_lse = _kernels.forward(q[step.queries], step.of(k), step.of(v), step.mask, step.causal, scale)
-        if step.blind is not None:
-            part, part_lse = without(part, step.blind[:, None]), part_lse.masked_fill(step.blind, -torch.inf)
+        part, part_lse = _kernels.forward(q[step.queries], *step.of(k, v), step.mask, step.causal, scale)
+        for start, stop in step.blind:
+            part[:, :, start:stop], part_lse[:, :, start:stop] = 0.0, -torch.inf
         if step.adds:
             _add(output[step.queries], lse[step.queries], part, part_lse)
         else:
             output[step.queries], lse[step.queries] = part, part_lse
-    return output.to(q.dtype), lse
+    return output.to(q.dtype) if adds else output, lse
 
 
 def _add(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -166,8 +165,8 @@ def _backward(
     upcast: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     high = accumulation_dtype(q.dtype)
-    steps = _walk(q, k, table, mask, per_row)
-    dq = torch.zeros_like(q, dtype=high if any(step.adds for step in steps) else q.dtype)
+    steps, adds = _walk(q, k, table, mask, per_row)
+    dq = torch.zeros_like(q, dtype=high if adds else q.dtype)
     dk, dv = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
     for step in steps:
         at = step.queries
@@ -175,8 +174,7 @@ def _backward(
             grad[at],
             None if grad_lse is None else grad_lse[at],
             q[at],
-            step.of(k),
-            step.of(v),
+            *step.of(k, v),
             output[at],
             lse[at],
             step.mask,
@@ -185,7 +183,7 @@ def _backward(
             upcast,
         )
         if step.adds:
-            dq[at] += part
+            dq[at].add_(part)
         else:
             dq[at] = part
         for whole, piece in zip((dk, dv), of_keys, strict=True):
@@ -228,56 +226,50 @@ class _Step(NamedTuple):
 
     Attributes:
         queries: where it lies in q.
-        keys: where its keys lie in k and v, in one or several places.
+        keys: from which to before which key of k and v, in one or several places.
         mask: additive.
         causal: the kernel's own flag.
+        blind: rows that the mask hides everything from, where the kernel's LSE means nothing.
         adds: whether an earlier step has computed some of its rows.
-        blind: Bool, rows that the mask hides everything from; ``None``: none. The kernel's LSE there means nothing.
     """
 
     queries: _Where
-    keys: Sequence[_Where]
+    keys: Sequence[tuple[int, int]]
     mask: Tensor | None = None
     causal: bool = False
+    blind: Sequence[tuple[int, int]] = ()
     adds: bool = False
-    blind: Tensor | None = None
 
-    def of(self, x: Tensor) -> Tensor:
-        """Its keys of k or v."""
-        return x[self.keys[0]] if len(self.keys) == 1 else torch.cat([x[at] for at in self.keys], 2)
+    def of(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Its keys and values."""
+        rows = self.queries[0]
+        if len(self.keys) == 1:
+            at = (rows, _ALL, slice(*self.keys[0]))
+            return k[at], v[at]
+        places = [(rows, _ALL, slice(*keys)) for keys in self.keys]
+        return torch.cat([k[at] for at in places], 2), torch.cat([v[at] for at in places], 2)
 
     def add_to(self, whole: Tensor, piece: Tensor) -> None:
         """Add the gradient of its keys to that of all."""
-        if len(self.keys) == 1:
-            whole[self.keys[0]] += piece
-            return
-        sizes = [at[2].stop - at[2].start for at in self.keys]
-        for at, part in zip(self.keys, piece.split(sizes, 2), strict=True):
-            whole[at] += part
+        sizes = [stop - start for start, stop in self.keys]
+        for (start, stop), part in zip(self.keys, piece.split(sizes, 2), strict=True):
+            whole[self.queries[0], :, start:stop].add_(part)
 
 
-def _walk(q: Tensor, k: Tensor, table: Tensor | None, mask: Tensor | None, per_row: bool) -> list[_Step]:
-    """The steps of a table, or the one of a dense mask."""
+def _walk(q: Tensor, k: Tensor, table: Tensor | None, mask: Tensor | None, per_row: bool) -> tuple[list[_Step], bool]:
+    """The steps of a table, or the one of a dense mask, and whether any adds to what another has computed."""
     if q.shape[0] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
-        return []  # an empty size kills the raw op
+        return [], False  # an empty size kills the raw op
     if table is None:
-        return [_Step((_ALL, _ALL, _ALL), [(_ALL, _ALL, _ALL)], mask)]
-    masks: dict[object, tuple[Tensor | None, Tensor | None]] = {(): (None, None)}
-    found = []
+        return [_Step((_ALL, _ALL, _ALL), ((0, k.shape[2]),), mask)], False
+    masks: dict[object, Tensor | None] = {(): None}
+    found, adds = [], False
     for tile in tiles_of(table):
         rows = slice(tile.batch, tile.batch + 1) if per_row else _ALL
         key = tile.pattern and (tile.q_stop - tile.q_start, tile.width, tile.pattern)
         if key not in masks:
-            masks[key] = _masks_of(tile, q)
-        where = [(rows, _ALL, slice(*keys)) for keys in tile.keys]
-        tile_mask, blind = masks[key]
-        found.append(
-            _Step((rows, _ALL, slice(tile.q_start, tile.q_stop)), where, tile_mask, tile.causal, tile.adds, blind)
-        )
-    return found
-
-
-def _masks_of(tile: Tile, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The mask of a tile, and the rows that see nothing through it: those of one band all see something."""
-    mask = mask_of(tile, q.dtype, q.device)
-    return mask, None if len(tile.pattern) == 1 else mask.amax(1) == -torch.inf
+            masks[key] = mask_of(tile, q.dtype, q.device)
+        at_q = (rows, _ALL, slice(tile.q_start, tile.q_stop))
+        found.append(_Step(at_q, tile.keys, masks[key], tile.causal, tile.blind, tile.adds))
+        adds = adds or tile.adds
+    return found, adds

@@ -3,7 +3,7 @@
 A call costs some thousand scores beside its own, and merging its output with what other calls computed for the same
 queries costs a pass over it. So
 
-* a long band is a call, or one for each of its strips;
+* a long band is a call, or one for each of its strips; long bands that the same queries see whole are one;
 * long bands of a few keys that all their queries see are one call, as far as they go together;
 * the rest is cut into groups of few rows. What all rows of a group see is one call without a mask, the other keys are
   one call under a mask; where the former is little, both are one.
@@ -14,7 +14,7 @@ A plan is the table of bands, cut, with the number of its call before each: int6
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ THIN_ROWS = 64
 FEW_COMMON = 128
 
 #: A call of R queries and K keys takes the time of ``(R + ROW_COST) * (K + KEY_COST) + CALL_COST`` scores in a large
-#: one, forward and backward, and each band of a mask so much more. Fitted on two threads, FP32, 4 heads of 64, over 32 to
-#: 2048 queries and keys: 22 ns a score, 23 rows, 26 keys and 2000 scores in the kernel without a mask; 24 ns, 21 rows,
-#: 20 keys and 2600 scores with one. Slicing, gathering and merging take as much again as the constant.
+#: one, forward and backward, and each band of a mask so much more. Fitted on two threads, FP32, 4 heads of 64, over 32
+#: to 2048 queries and keys: 22 ns a score, 23 rows, 26 keys and 2000 scores in the kernel without a mask; 24 ns, 21
+#: rows, 20 keys and 2600 scores with one. Slicing, gathering and merging take as much again as the constant.
 ROW_COST, KEY_COST, CALL_COST, BAND_COST = 25, 25, 5000, 500
 
 Call = list[Band]
@@ -55,13 +55,20 @@ def planned(bands: Tensor, most: float) -> Tensor | None:
 
 def tiles_of(table: Tensor) -> list[Tile]:
     """The tiles of a plan, or of a table of bands, which is planned first."""
-    calls: Iterable[Call]
-    if table.shape[1] == len(Band._fields):
-        calls = _calls(_read(table))
-    else:
-        numbered = [(row[0], Band(*row[1:])) for row in table.tolist() if row[2] < row[3]]
+    if table.shape[1] > len(Band._fields):
+        numbered = [(row[0], Band._make(row[1:])) for row in table.tolist() if row[2] < row[3]]
         calls = ([band for _, band in call] for _, call in itertools.groupby(numbered, key=lambda row: row[0]))
-    return _in_turn([tile for call in calls for tile in _tiles(call)])
+        return _in_turn([tile for call in calls for tile in _tiles(call)])
+    tiles: list[Tile] = []
+    batch = reached = 0
+    for row in table.tolist():
+        band = Band._make(row)
+        if band.batch == batch and band.q_start < reached:  # a second run of keys
+            return _in_turn([tile for call in _calls(_read(table)) for tile in _tiles(call)])
+        batch, reached = band.batch, band.q_stop
+        if band.q_start < reached:
+            tiles += strips(band)
+    return tiles
 
 
 def _tiles(call: Call) -> list[Tile]:
@@ -76,7 +83,7 @@ def _cost(tile: Tile) -> int:
 
 
 def _read(bands: Tensor) -> list[Band]:
-    return [Band(*row) for row in bands.tolist() if row[1] < row[2]]
+    return [Band._make(row) for row in bands.tolist() if row[1] < row[2]]
 
 
 def _in_turn(tiles: list[Tile]) -> list[Tile]:
@@ -93,28 +100,32 @@ def _in_turn(tiles: list[Tile]) -> list[Tile]:
 
 
 def _calls(bands: list[Band]) -> Iterator[Call]:
-    if not any(a.batch == b.batch and b.q_start < a.q_stop for a, b in itertools.pairwise(bands)):
-        yield from ([band] for band in bands)
-        return
     for _, row in itertools.groupby(bands, key=lambda band: band.batch):
-        parts = [part for band in row for part in _halves(band)]
+        parts = [part for band in row for part in _simpler(band)]
         yield from _calls_of_row(_stacked(sorted(parts, key=lambda band: band.q_start)))
 
 
-def _halves(band: Band) -> list[Band]:
-    """A causal band behind many keys that all its queries see as those and a causal square; any other as it is.
+def _simpler(band: Band) -> Iterator[Band]:
+    """A band, where much of it is seen whole as that and what lies beside it.
 
     A table that was narrowed inside a graph may have rows that see nothing at the ends of its bands: they are left out.
     """
     whole = band.part(*band[1:5])
     if whole is None:
-        return []
-    causal = not whole.is_full and whole.high >= whole.q_stop - whole.q_start - 1
-    if not causal or -whole.low <= FEW_COMMON:
-        return [whole]
-    middle = whole.k_start - whole.low
-    halves = [whole.part(*whole[1:3], *keys) for keys in ((whole.k_start, middle), (middle, whole.k_stop))]
-    return [half for half in halves if half is not None]
+        return
+    q0, q1, k0, k1, low, high = whole[1:]
+    # The first and the last row that see all keys, and the keys that all rows see before their causal edge.
+    first, last = q0 + max(0, low + k1 - k0 - 1), min(q1, q0 + high + 1)
+    causal, before = high >= q1 - q0 - 1, k0 - low
+    if whole.is_full:
+        cuts = [(q0, q1, k0, k1)]
+    elif last - first >= STRIP:
+        cuts = [(q0, first, k0, k1), (first, last, k0, k1), (last, q1, k0, k1)]
+    elif causal and before - k0 > FEW_COMMON:
+        cuts = [(q0, q1, k0, before), (q0, q1, before, k1)]
+    else:
+        cuts = [(q0, q1, k0, k1)]
+    yield from (part for cut in cuts if (part := whole.part(*cut)) is not None)
 
 
 def _stacked(bands: list[Band]) -> list[Band]:
@@ -135,16 +146,20 @@ def _stacked(bands: list[Band]) -> list[Band]:
 
 
 def _calls_of_row(bands: list[Band]) -> Iterator[Call]:
+    wide: dict[tuple[int, int], Call] = {}
     thin: list[Band] = []
     narrow: list[Band] = []
     short: list[Band] = []
     for band in bands:
         if band.q_stop - band.q_start < STRIP:
             short.append(band)
-        elif min(band.k_stop - band.k_start, band.high - band.low + 1) > THIN:
-            yield [band]
-        else:
+        elif min(band.k_stop - band.k_start, band.high - band.low + 1) <= THIN:
             (thin if band.is_full else narrow).append(band)
+        elif band.is_full:
+            wide.setdefault((band.q_start, band.q_stop), []).append(band)
+        else:
+            yield [band]
+    yield from wide.values()
     for start, stop, alive in _pieces(thin):
         yield _cut(alive, start, stop)
     yield from _grouped(short, STRIP)

@@ -10,7 +10,7 @@ Several bands may also be one tile: their keys lie behind each other, under one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ class Band(NamedTuple):
         low, high = self.low + apart, self.high + apart
         q0, q1 = max(q0, k0 + low), min(q1, k1 + high)
         k0, k1 = max(k0, q0 - high), min(k1, q1 - low)
-        if q0 >= q1 or k0 >= k1:
+        if low > high or q0 >= q1 or k0 >= k1:
             return None
         return Band(self.batch, q0, q1, k0, k1, max(low - q0 + k0, k0 - k1), min(high - q0 + k0, q1 - q0))
 
@@ -64,6 +64,7 @@ class Tile(NamedTuple):
         causal: the kernel's own top-left causal flag.
         pattern: what fixes its mask, if it has one: each band as its rows, its columns, ``low`` and ``high``, all
             counted from the tile's first query and key.
+        blind: from which to before which row, counted from the tile's first, it sees nothing of these keys.
         adds: whether an earlier tile has some of its queries.
     """
 
@@ -73,6 +74,7 @@ class Tile(NamedTuple):
     keys: tuple[tuple[int, int], ...]
     causal: bool = False
     pattern: tuple[tuple[int, ...], ...] = ()
+    blind: tuple[tuple[int, int], ...] = ()
     adds: bool = False
 
     @property
@@ -83,12 +85,12 @@ class Tile(NamedTuple):
 
 def strips(band: Band, rows: int = STRIP) -> list[Tile]:
     """The tiles of one band; every query that sees a key lies in exactly one."""
-    trimmed = band.part(*band[1:5])
-    if trimmed is None:
-        return []
-    batch, q0, q1, k0, k1, low, high = trimmed
+    batch, q0, q1, k0, k1, low, high = band
     count, keys = q1 - q0, k1 - k0
-    if trimmed.is_full:
+    if not (low <= 0 <= high and low <= count - keys <= high):  # a query or a key at an end sees nothing
+        whole = band.part(q0, q1, k0, k1)
+        return [] if whole is None else strips(whole, rows)
+    if low <= 1 - keys and high >= count - 1:
         return [Tile(batch, q0, q1, ((k0, k1),))]
     if low == 0 and high >= count - 1:
         return [Tile(batch, q0, q1, ((k0, k1),), causal=True)]
@@ -109,7 +111,7 @@ def strips(band: Band, rows: int = STRIP) -> list[Tile]:
 
 
 def joined(bands: Sequence[Band]) -> Tile:
-    """One tile of several bands of disjoint keys."""
+    """One tile of several bands, no pair of a query and a key in two of them."""
     q_start, q_stop = min(band.q_start for band in bands), max(band.q_stop for band in bands)
     keys: list[tuple[int, int]] = []
     for start, stop in sorted({(band.k_start, band.k_stop) for band in bands}):
@@ -131,7 +133,17 @@ def joined(bands: Sequence[Band]) -> Tile:
         first, row = column[starts[at]] + band.k_start - starts[at], band.q_start - q_start
         size = (band.q_stop - band.q_start, band.k_stop - band.k_start)
         pattern.append(_bounded(row, row + size[0], first, first + size[1], band.low, band.high))
-    return Tile(bands[0].batch, q_start, q_stop, tuple(keys), pattern=tuple(pattern))
+    blind = tuple(_gaps(sorted((r0, r1) for r0, r1, *_ in pattern)))
+    return Tile(bands[0].batch, q_start, q_stop, tuple(keys), pattern=tuple(pattern), blind=blind)
+
+
+def _gaps(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What lies between ranges that begin at 0, in order."""
+    reached = 0
+    for start, stop in ranges:
+        if start > reached:
+            yield reached, start
+        reached = max(reached, stop)
 
 
 def _bounded(r0: int, r1: int, c0: int, c1: int, low: int, high: int) -> tuple[int, ...]:
