@@ -110,5 +110,6 @@ def test_the_mask_that_flex_attention_compiles_counts_as_python_does():
             assert torch.equal(plan.dense[0, 0], seen)
         else:
             keys = torch.arange(layout.kv_len)
-            start, stop = (x[:, 0, :, None] for x in plan.ranges)
-            assert torch.equal(((keys >= start) & (keys < stop)).any(0), seen)
+            ends = [x[0][:, None] for x in plan.ranges]
+            runs = [(keys >= start) & (keys < stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
+            assert torch.equal(torch.stack(runs).any(0), seen)

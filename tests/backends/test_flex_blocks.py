@@ -126,7 +126,7 @@ def test_a_layout_of_one_batch_row_and_one_head_is_not_expanded():
     layout = MaskLayout.causal(300)
     state = backends.get("flex_attention").prepare(layout, _request(layout, batch=5, heads=8)).state
     assert state.blocks.partial_count.shape == (1, 1, 3)
-    assert all(x.shape == (1, 1, 300) for x in state.ranges)
+    assert all(x.shape == (1, 300) for x in state.ranges)
 
 
 @pytest.mark.parametrize("offset", [torch.tensor([3]), torch.tensor(3), 3], ids=["one_element", "scalar", "int"])

@@ -35,8 +35,8 @@ class FlexPlan:
 
     Attributes:
         blocks: the tiles that the kernel visits; ``None`` where nothing is compiled.
-        ranges: what the kernel evaluates in partial tiles: the first key of each run of keys that a query sees and the
-            one after its last, two ``Int32[runs, B|1, Q]``;
+        ranges: what the kernel evaluates in partial tiles: of each run of keys that a query sees the first and the one
+            after its last, ``Int32[B|1, Q]`` each;
         dense: or, where a query's keys are not a few runs, ``Bool[B|1, H|1, Q, K]``; or neither, and it is the layout's
             own function.
         rows: ``Bool[B|1, H|1, Q, 1]``, fully masked rows, where gradients have to be kept from them.
@@ -44,7 +44,7 @@ class FlexPlan:
     """
 
     blocks: Blocks | None = None
-    ranges: tuple[Tensor, Tensor] | None = None
+    ranges: tuple[Tensor, ...] | None = None
     dense: Tensor | None = None
     rows: Tensor | None = None
     keys: Tensor | None = None
@@ -102,11 +102,9 @@ class FlexBackend(BackendBase):
             start, stop = intervals.unbind(-1)
             blocks = from_ranges(start, stop, layout.kv_len, backward=backward).to(device)
             # A kernel of inductor knows tensors by their strides, which a view of one query keeps through a copy.
-            start, stop = (
-                torch.empty(x.shape, dtype=torch.int32, device=device).copy_(x)
-                for x in (start.permute(2, 0, 1), stop.permute(2, 0, 1))
-            )
-            return FlexPlan(blocks, ranges=(start, stop), rows=rows, keys=keys)
+            ends = intervals.flatten(2).unbind(-1)
+            ranges = tuple(torch.empty(x.shape, dtype=torch.int32, device=device).copy_(x) for x in ends)
+            return FlexPlan(blocks, ranges=ranges, rows=rows, keys=keys)
         if not _reasons.on_cpu(device) and not isinstance(layout.visibility, Tensor) and not request.has_bias:
             read = functools.partial(layout.dense_rows, device=device)
             return FlexPlan(from_rows(read, layout.q_len, backward=backward), rows=rows, keys=keys)
@@ -191,7 +189,8 @@ class FlexBackend(BackendBase):
             return "uncompiled (option compiled=False): evaluated densely, quadratic memory"
         kernel = "CPU" if _reasons.on_cpu(prepared.request.device) else self._cuda_kernel
         full, partial = int(plan.blocks.full_count.sum()), int(plan.blocks.partial_count.sum())
-        runs = "" if plan.ranges is None or len(plan.ranges[0]) == 1 else f", {len(plan.ranges[0])} runs of keys"
+        many = plan.ranges is not None and len(plan.ranges) > 2
+        runs = f", up to {len(plan.ranges or ()) // 2} runs of keys for a query" if many else ""
         tiles = f"{full} full and {partial} partial tiles of {TILE} x {TILE}"
         return f"compiled flex_attention, kernel {kernel}, {tiles}{runs}"
 

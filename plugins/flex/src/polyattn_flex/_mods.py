@@ -16,14 +16,14 @@ _DEEP = -1e3
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-#: First key and key after the last of each run, ``Int32[runs, B|1, Q]``; or ``Bool[B|1, H|1, Q, K]``; or a function.
-Mask = tuple[Tensor, Tensor] | Tensor | MaskMod
+#: First key and key after the last of each run, ``Int32[B|1, Q]`` each; or ``Bool[B|1, H|1, Q, K]``; or a function.
+Mask = tuple[Tensor, ...] | Tensor | MaskMod
 
 
 def mask_mod(mask: Mask) -> MaskMod:
     """A mask as FlexAttention takes it."""
     if isinstance(mask, tuple):
-        runs = list(zip(*(x.unbind(0) for x in mask), strict=True))
+        runs = list(zip(mask[::2], mask[1::2], strict=True))
 
         def in_range(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             inside = [(kv_idx >= _at(start, b, q_idx)) & (kv_idx < _at(stop, b, q_idx)) for start, stop in runs]
@@ -60,7 +60,7 @@ def score_mod(softcap: float | None, bias: Tensor | None, level: Tensor | None =
     return changed
 
 
-def rows_that_see(keys: Tensor, mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor | None) -> Tensor:
+def rows_that_see(keys: Tensor, mask: tuple[Tensor, ...] | Tensor, bias: Tensor | None) -> Tensor:
     """Which queries see one of ``keys`` (``Bool[B, H, K]``) that no bias blocks, ``Bool[B, H, Q]``."""
     visible = _dense(mask, keys.shape[2])
     if bias is not None:
@@ -69,7 +69,7 @@ def rows_that_see(keys: Tensor, mask: tuple[Tensor, Tensor] | Tensor, bias: Tens
 
 
 def without_hidden(
-    q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor
+    q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, ...] | Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with 0 in queries that see nothing and keys that nobody sees, for the mask and a bias of ``-inf``.
 
@@ -80,17 +80,18 @@ def without_hidden(
     return shut_out(q, k, v, rows.unsqueeze(-1), keys.unsqueeze(-1))
 
 
-def row_peak(mask: tuple[Tensor, Tensor] | Tensor, bias: Tensor, kv_len: int) -> Tensor:
+def row_peak(mask: tuple[Tensor, ...] | Tensor, bias: Tensor, kv_len: int) -> Tensor:
     """The highest bias that each query sees, ``[B|1, H|1, Q]``; ``-inf`` where mask and bias block all keys."""
     return torch.where(_dense(mask, kv_len), bias.detach(), -torch.inf).amax(-1)
 
 
-def _dense(mask: tuple[Tensor, Tensor] | Tensor, kv_len: int) -> Tensor:
+def _dense(mask: tuple[Tensor, ...] | Tensor, kv_len: int) -> Tensor:
     if isinstance(mask, Tensor):
         return mask
-    start, stop = (x[:, :, None, :, None] for x in mask)
-    keys = torch.arange(kv_len, device=start.device, dtype=start.dtype)
-    return ((keys >= start) & (keys < stop)).any(0)
+    ends = [x[:, None, :, None] for x in mask]
+    keys = torch.arange(kv_len, device=ends[0].device, dtype=ends[0].dtype)
+    inside = [(keys >= start) & (keys < stop) for start, stop in zip(ends[::2], ends[1::2], strict=True)]
+    return functools.reduce(operator.or_, inside)
 
 
 def row_level(peak: Tensor) -> Tensor:

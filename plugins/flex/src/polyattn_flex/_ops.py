@@ -25,7 +25,7 @@ def infer(
     k: Tensor,
     v: Tensor,
     blocks: Blocks,
-    mask: tuple[Tensor, Tensor] | Tensor,
+    mask: tuple[Tensor, ...] | Tensor,
     bias: Tensor | None,
     *,
     scale: float,
@@ -52,7 +52,7 @@ def _infer_op(
     limit: int,
     dynamic: bool,
 ) -> Tensor:
-    kept: tuple[Tensor, Tensor] | Tensor = mask[0] if len(mask) == 1 else (mask[0], mask[1])
+    kept: tuple[Tensor, ...] | Tensor = mask[0] if len(mask) == 1 else tuple(mask)
     # Sums are the cheapest look at everything. Values that no bias hides need none.
     looked_at = (q, k) if bias is None else (q, k, v)
     finite = math.isfinite(sum(x.sum(dtype=torch.float32).item() for x in looked_at))
