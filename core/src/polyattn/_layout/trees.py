@@ -56,6 +56,8 @@ class Trees(Combinable):
                 f"lengths must have one entry for each of parents, got rows of {[len(row) for row in sizes]} and "
                 f"{[len(row) for row in rows]} nodes"
             )
+        for length in (length for row in sizes for length in row):
+            check_int("every one of lengths", length)
         totals = [sum(row) for row in sizes]
         if len(set(totals)) > 1:
             raise LayoutError(
@@ -112,13 +114,12 @@ def _rows(name: str, value: Ints) -> list[list[int]]:
 
 def _tokens(parents: list[int], lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """The depth of each token, its node in preorder, and one beyond the last node below that, ``Int64[K]``."""
-    for node, (parent, length) in enumerate(zip(parents, lengths, strict=True)):
+    for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise LayoutError(
                 f"parents must each be an earlier node or -1 for a root, got {parent} for node {node}; list a node "
                 "after the one that it goes on from"
             )
-        check_int("every one of lengths", length)
     below = [1] * len(parents)
     for node in range(len(parents) - 1, -1, -1):
         if parents[node] >= 0:
@@ -133,7 +134,7 @@ def _tokens(parents: list[int], lengths: list[int]) -> tuple[Tensor, Tensor, Ten
         free[node] = number[node] + 1
     sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     columns = torch.tensor([depth, number, below], dtype=torch.int64, device="cpu").reshape(3, -1)
-    of = torch.repeat_interleave(sizes)
+    of = torch.repeat_interleave(sizes, output_size=sum(lengths))
     place = torch.arange(of.numel(), device="cpu") - (sizes.cumsum(0) - sizes)[of]
     depths, numbers, nodes = columns[:, of]
     return depths + place, numbers, numbers + nodes
