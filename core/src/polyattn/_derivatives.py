@@ -28,11 +28,10 @@ def refuse_transforms(backend: str) -> NoReturn:
     )
 
 
-def refuse_others(backend: str, result: Tensor | None) -> None:
+def refuse_others(backend: str, result: Tensor) -> None:
     """Let the backward of ``result`` raise where the gradient gets a graph (``create_graph=True``) or is batched."""
-    node = None if result is None else result.grad_fn
+    node = result.grad_fn
     if node is not None:
-        assert result is not None
         node._register_hook_dict(refusal(backend, result.output_nr))  # noqa: SLF001
 
 

@@ -23,7 +23,7 @@ from polyattn import (
 )
 from polyattn.messages import listed
 from polyattn.registry import AUTO, readers
-from polyattn.rope import rotate_heads
+from polyattn.rope import rotate_channels, rotate_heads
 from polyattn.select import resolve_backend
 from polyattn_modules.fields import FIELDS, QKNorm, structure_of
 from polyattn_modules.inputs import check_attribute, check_dtype, check_making, check_part
@@ -213,7 +213,7 @@ class GroupedQueryAttention(nn.Module):
             LayoutError, UnsupportedAttentionError: see :meth:`AttentionBackend.prepare`; likewise.
         """
         kind = self.kind
-        prepared, tables, context_tables, low = read_scope(
+        prepared, tables, context_tables, factors, low = read_scope(
             self, kind, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse
         )
         parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
@@ -237,7 +237,9 @@ class GroupedQueryAttention(nn.Module):
         if early is not None:
             q, k = _normed(q, q_norm, early), _normed(k, k_norm, early)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if tables is not None and rotary is not None:
+        if factors is not None and q.device == k.device == hidden.device:
+            q, k = rotate_channels(q, *factors), rotate_channels(k, *factors)
+        elif tables is not None and rotary is not None:
             q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
         if late is not None:
             q, k = _normed_by_head(q, q_norm, late), _normed_by_head(k, k_norm, late)

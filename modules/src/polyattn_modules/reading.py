@@ -7,18 +7,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyattn import AttentionScope, PreparedAttention, RotaryTables
+from polyattn import AttentionScope, PreparedAttention, RotaryEmbedding, RotaryTables
 from polyattn.kernels import autocast_dtype
 from polyattn_modules.inputs import check_inputs, check_types
 from polyattn_modules.kind import LayerKind
 
 
 class Read(NamedTuple):
-    """What a forward reads from its scope, and the autocast dtype (``None``: off) that it read with."""
+    """What a forward reads from its scope.
+
+    Attributes:
+        prepared: the attention.
+        tables, context_tables: of the layer's own keys, and of the context's.
+        factors: arguments of :func:`rotate_channels`, where ``tables`` are known to fit what the layer projects: those
+            of a built-in rotary module for the layer's own spec, outside a compiler.
+        low: the autocast dtype (``None``: off) that it was read with.
+    """
 
     prepared: PreparedAttention
     tables: RotaryTables | None
     context_tables: RotaryTables | None
+    factors: tuple[Tensor, Tensor, bool] | None
     low: torch.dtype | None
 
 
@@ -51,6 +60,7 @@ def read_scope(
     needs_grad = grad and (hidden.requires_grad or bias_grad or _others_want_grad(layer, kv_hidden))
     compiling = torch.compiler.is_compiling()
     low = autocast_dtype(hidden.device) if compiling or torch._C._is_any_autocast_enabled() else None  # noqa: SLF001
+    deterministic = torch.are_deterministic_algorithms_enabled()
     rotary: Any = layer._modules.get("rotary")  # noqa: SLF001  # as layer.rotary, in a fraction of the time
     # Where the tables come from: whether there are any, or the rotary module if they are its own. What built-in rotary
     # modules of one kind make is the same.
@@ -67,7 +77,7 @@ def read_scope(
         layer.training,
         needs_grad,
         return_lse,
-        torch.are_deterministic_algorithms_enabled(),
+        deterministic,
         source,
         bias if bias is None else bias_grad,
         kv_hidden if kv_hidden is None else (kv_hidden.shape, kv_hidden.dtype, kv_hidden.device),
@@ -86,7 +96,7 @@ def read_scope(
             needs_bias_grad=bias_grad,
             needs_lse=return_lse,
             needs_lse_grad=return_lse and needs_grad,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic=deterministic,
         )
         layout = None if kv_hidden is None else scope.context_layout
         window = kind.spec.window
@@ -94,10 +104,20 @@ def read_scope(
         prepared = scope.prepare(kind.backend, request, layout=layout, window=window, **places)
         tables = None if rotary is None or positions is None else scope.rotary(rotary, positions)
         context_tables = None if rotary is None or kv_positions is None else scope.rotary(rotary, kv_positions)
-        found = Read(prepared, tables, context_tables, low)
+        factors = None if compiling or source is not True else _factors(rotary, tables, hidden)
+        found = Read(prepared, tables, context_tables, factors, low)
         if not compiling:
             scope.keep(kind.name, key, found, positions, kv_positions)
     return found
+
+
+def _factors(rotary: nn.Module, tables: RotaryTables | None, hidden: Tensor) -> tuple[Tensor, Tensor, bool] | None:
+    """See :class:`Read`."""
+    if type(rotary) is not RotaryEmbedding or tables is None or tables.channels is None:
+        return None
+    cos, interleaved = tables.cos, rotary.spec.interleaved
+    fits = cos.shape[0] in (1, hidden.shape[0]) and cos.shape[1] == hidden.shape[1] and cos.device == hidden.device
+    return (*tables.channels, interleaved) if fits and tables.interleaved is interleaved else None
 
 
 def _others_want_grad(layer: nn.Module, kv_hidden: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from polyattn.rope.axes import RopeAxes
 from polyattn.rope.embedding import RotaryEmbedding, RotaryTables
-from polyattn.rope.rotate import apply_rotary, rotate_heads
+from polyattn.rope.rotate import apply_rotary, rotate_channels, rotate_heads
 from polyattn.rope.spec import CANONICAL_ONLY, RopeSpec
 from polyattn.rope.variant import (
     RopeFrequencies,
@@ -39,6 +39,7 @@ __all__ = [
     "one_of",
     "optional",
     "original",
+    "rotate_channels",
     "rotate_heads",
     "within",
 ]

@@ -78,11 +78,11 @@ def _apply(named: dict[str, Tensor], tables: RotaryTables, interleaved: bool) ->
     if torch.compiler.is_compiling():
         return [_traced(x, tables, interleaved) for x in named.values()]
     own, partner = tables.per_channel(interleaved=interleaved)
-    return [_rotate_one(x, own, partner, interleaved) for x in named.values()]
+    return [rotate_channels(x, own, partner, interleaved) for x in named.values()]
 
 
-def _rotate_one(x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> Tensor:
-    """By the factors of each channel and of its partner, see :meth:`RotaryTables.per_channel`."""
+def rotate_channels(x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> Tensor:
+    """Rotate ``[B, H, S, D]`` by :meth:`RotaryTables.per_channel`; unchecked, and not for a compiler."""
     if x.numel() > _piece(x):
         rotated: Tensor = _Rotation.apply(x, own, partner, interleaved)
         return rotated
@@ -136,14 +136,14 @@ class _Rotation(torch.autograd.Function):
         if grad is None:  # what a double backward hands on where nothing depends on the first gradient
             return None, None, None, None
         own, partner = ctx.saved_tensors
-        return _rotate_one(grad, own, -partner, ctx.interleaved), None, None, None
+        return rotate_channels(grad, own, -partner, ctx.interleaved), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, own_tangent: Tensor | None, partner_tangent: Tensor | None, _: None) -> Tensor:
         if own_tangent is not None or partner_tangent is not None:
             raise NotImplementedError("the rotation has no derivative with respect to its tables")
         own, partner = ctx.saved_tensors
-        return _rotate_one(tangent, own, partner, ctx.interleaved)
+        return rotate_channels(tangent, own, partner, ctx.interleaved)
 
     @staticmethod
     def vmap(
@@ -159,7 +159,7 @@ class _Rotation(torch.autograd.Function):
         if in_dims[1] is not None or in_dims[2] is not None or own.shape[0] > 1:
             own = front(own, in_dims[1]).expand(*batch, -1, -1).flatten(0, 1)
             partner = front(partner, in_dims[2]).expand(*batch, -1, -1).flatten(0, 1)
-        return _rotate_one(x.flatten(0, 1), own, partner, interleaved).unflatten(0, batch), 0
+        return rotate_channels(x.flatten(0, 1), own, partner, interleaved).unflatten(0, batch), 0
 
 
 def _rotate_into(out: Tensor, x: Tensor, own: Tensor, partner: Tensor, interleaved: bool) -> None:
