@@ -87,3 +87,24 @@ def test_fa_says_how_many_runs_it_merges():
     with stand_in("flash_attn"):
         prepared = backends.resolve("fa", {"provider": "flash_attn"}).prepare(layout, AttentionRequest.of(q, q, q))
         assert "merged over 2 runs of keys" in prepared.backend.describe(prepared)
+
+
+@pytest.mark.parametrize("window", [1, 2, 6])
+@pytest.mark.parametrize(
+    "layout",
+    [MaskLayout.causal(12).select_queries(slice(6, 12)).select_keys(slice(0, 3)), MaskLayout.packed([5, 7])],
+    ids=["keys far behind", "documents"],
+)
+def test_fa_honours_a_window_that_is_applied_inside_a_graph(layout, window):
+    """The table of such a window is not trimmed: some of its rows see nothing."""
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.bfloat16) for n in (layout.q_len, layout.kv_len, layout.kv_len))
+    want, _ = reference(q.double(), k.double(), v.double(), layout.with_window(window).to_dense())
+    with stand_in("flash_attn"):
+        backend = backends.resolve("fa", {"provider": "flash_attn"})
+        windowed = torch.compile(
+            lambda q, k, v, layout: attention(q, k, v, layout.with_window(window), backend=backend).output,
+            fullgraph=True,
+            backend="eager",
+        )
+        torch.testing.assert_close(windowed(q, k, v, layout).double(), want, rtol=0, atol=0.03)
