@@ -96,7 +96,7 @@ def test_fa_says_how_many_runs_it_merges():
     ids=["keys far behind", "documents"],
 )
 def test_fa_honours_a_window_that_is_applied_inside_a_graph(layout, window):
-    """The table of such a window is not trimmed: some of its rows see nothing."""
+    """No value of the table is read there: blocks that the window empties stay in it."""
     torch._dynamo.reset()
     q, k, v = (torch.randn(1, 2, n, 8, dtype=torch.bfloat16) for n in (layout.q_len, layout.kv_len, layout.kv_len))
     want, _ = reference(q.double(), k.double(), v.double(), layout.with_window(window).to_dense())

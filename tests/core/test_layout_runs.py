@@ -274,3 +274,19 @@ def test_wrong_arguments_are_named(make, text):
 def test_trees_of_a_random_draw_differ():
     draw = random.Random(1)
     assert len({random_tree(draw).describe() for _ in range(20)}) > 3
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, (1, 0)])
+@pytest.mark.parametrize("name", ["tree", "late", "packed", "prefix"])
+def test_a_window_inside_a_graph_gives_the_bands_of_one_outside(name, window):
+    layout = {
+        "tree": MaskLayout.tree([-1, 0, 1, 0], [3, 3, 3, 3]),
+        "late": MaskLayout.causal(12).select_queries(slice(6, 12)).select_keys(slice(0, 3)),
+        "packed": MaskLayout.packed([5, 7]),
+        "prefix": MaskLayout.prefix_lm(3, 9),
+    }[name]
+    torch._dynamo.reset()
+    graph = torch.compile(lambda layout: layout.with_window(window).to_bands() + 0, fullgraph=True, backend="eager")
+    inside, outside = (sorted(row for row in table.tolist() if row[2] > row[1])
+                       for table in (graph(layout), layout.with_window(window).to_bands()))  # fmt: skip
+    assert inside == outside

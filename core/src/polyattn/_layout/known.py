@@ -76,8 +76,7 @@ class Known(NamedTuple):
             return narrowed
         if old.sink_lengths is not None:
             return narrowed
-        left, right = narrower(old.reach, mask.reach)  # nothing is read: the ends of the blocks are not trimmed
-        return narrowed._replace(table=table.narrow(left, right), lowered=True)
+        return narrowed._replace(table=table.narrow(*narrower(old.reach, mask.reach)), lowered=True)
 
     def expand(self, batch: int) -> Known:
         """For ``batch`` rows that are all like the one row of this."""

@@ -58,11 +58,20 @@ class Table(NamedTuple):
         return cls(torch.nn.functional.pad(rows, (0, 0, 1, 0)), one_run, runs, unit)
 
     def narrow(self, left: int | None, right: int | None) -> Table:
-        """Under a window in positions, for a ``unit`` table; the ends of blocks are not trimmed."""
-        *rest, low, high, shift = self.bands.unbind(1)
+        """Under a window in positions, for a ``unit`` table; reads no value, so a block that shows nothing stays, empty."""
+        batch, q_start, q_stop, k_start, k_stop, low, high, shift = self.bands.unbind(1)
         low = low if right is None else torch.maximum(low, -right - shift)
         high = high if left is None else torch.minimum(high, left - shift)
-        return self._replace(bands=torch.stack([*rest, low, high, shift], 1))
+        # Without the ends that see or show nothing.
+        first, last = low.clamp(min=0), torch.minimum(q_stop - q_start, k_stop - k_start + high)
+        key, end = (first - high).clamp(min=0), torch.minimum(k_stop - k_start, last - low)
+        live = (first < last) & (key < end)
+        first, last, key, end = (torch.where(live, place, 0) for place in (first, last, key, end))
+        moved, height, width = first - key, last - first, end - key
+        low, high = low - moved, high - moved
+        low, high = torch.where(low <= 1 - width, -width, low), torch.where(high >= height - 1, height, high)
+        ends = (q_start + first, q_start + last, k_start + key, k_start + end)
+        return self._replace(bands=torch.stack([batch, *ends, low, high, shift + moved], 1))
 
     def in_positions(self, *, causal: bool) -> Tensor:
         """The table in positions, ``[N, 7]``: ``shift`` and whether the causal rule hides a key of the block."""

@@ -75,15 +75,12 @@ def pieces_by_call(
 def _parts(bands: Iterable[Sequence[int]], q_len: int, kv_len: int) -> list[list[Block]]:
     """The blocks in as few parts as possible, in each of which no query lies twice."""
     parts: list[list[Block]] = []
-    for row, q_start, q_stop, k_start, k_stop, lowest, highest in bands:
-        # A window that is applied inside a graph leaves rows and keys at the ends of a block that see and show nothing.
-        first, last = max(0, lowest), min(q_stop - q_start, k_stop - k_start + highest)
-        key, end = max(0, first - highest), min(k_stop - k_start, last - lowest)
-        if first >= last or key >= end:
+    for row, q_start, q_stop, k_start, k_stop, low, high in bands:
+        queries, keys = q_stop - q_start, k_stop - k_start
+        if not (queries and keys):
             continue
-        queries, keys, low, high = last - first, end - key, lowest - first + key, highest - first + key
         bounds = (low if low > 1 - keys else None, high if high < queries - 1 else None)
-        block = Block(row * q_len + q_start + first, queries, row * kv_len + k_start + key, keys, *bounds)
+        block = Block(row * q_len + q_start, queries, row * kv_len + k_start, keys, *bounds)
         for part in parts:
             if part[-1].q_start + part[-1].queries <= block.q_start:
                 part.append(block)

@@ -106,18 +106,12 @@ def _calls(bands: list[Band]) -> Iterator[Call]:
 
 
 def _simpler(band: Band) -> Iterator[Band]:
-    """A band, where much of it is seen whole as that and what lies beside it.
-
-    A table that was narrowed inside a graph may have rows that see nothing at the ends of its bands: they are left out.
-    """
-    whole = band.part(*band[1:5])
-    if whole is None:
-        return
-    q0, q1, k0, k1, low, high = whole[1:]
+    """A band, where much of it is seen whole as that and what lies beside it."""
+    q0, q1, k0, k1, low, high = band[1:]
     # The first and the last row that see all keys, and the keys that all rows see before their causal edge.
     first, last = q0 + max(0, low + k1 - k0 - 1), min(q1, q0 + high + 1)
     causal, before = high >= q1 - q0 - 1, k0 - low
-    if whole.is_full:
+    if band.is_full:
         cuts = [(q0, q1, k0, k1)]
     elif last - first >= STRIP:
         cuts = [(q0, first, k0, k1), (first, last, k0, k1), (last, q1, k0, k1)]
@@ -125,7 +119,7 @@ def _simpler(band: Band) -> Iterator[Band]:
         cuts = [(q0, q1, k0, before), (q0, q1, before, k1)]
     else:
         cuts = [(q0, q1, k0, k1)]
-    yield from (part for cut in cuts if (part := whole.part(*cut)) is not None)
+    yield from (part for cut in cuts if (part := band.part(*cut)) is not None)
 
 
 def _stacked(bands: list[Band]) -> list[Band]:
