@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from pathlib import Path
 
 import click
 import psutil
 import torch
+from pairs import against, seconds
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -80,25 +80,6 @@ def theirs(qkv, grad, window=None, position_ids=None, attention_mask=None):
         torch.autograd.grad(output.transpose(1, 2), qkv, grad)
 
     return run
-
-
-def seconds(run):
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def against(first, second, rounds):
-    """Medians of both sides and of the ratio second / first, pair by pair, after a warm-up of each."""
-    first()
-    second()
-    pairs = [(seconds(first), seconds(second)) for _ in range(rounds)]
-    a, b = zip(*pairs, strict=True)
-    return {
-        "ours_s": statistics.median(a),
-        "peer_s": statistics.median(b),
-        "ratio": statistics.median(y / x for x, y in pairs),
-    }
 
 
 def documents(rounds):

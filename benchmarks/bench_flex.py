@@ -13,11 +13,11 @@ import json
 import multiprocessing
 import resource
 import statistics
-import time
 from pathlib import Path
 
 import click
 import torch
+from pairs import seconds
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from polyattn import AttentionRequest, MaskLayout, backends
@@ -42,12 +42,6 @@ def windowed(window):
         return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
 
     return mask_mod
-
-
-def seconds(run):
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def random_tensors(length):

@@ -12,12 +12,11 @@ from __future__ import annotations
 import functools
 import json
 import operator
-import statistics
-import time
 from pathlib import Path
 
 import click
 import torch
+from pairs import against
 
 import polyattn
 from polyattn import AttentionRequest, MaskLayout, StructuredMask
@@ -52,28 +51,12 @@ def as_mod(layout):
     return MaskLayout.from_mod(layout.to_mask_mod(), q_len=layout.q_len, kv_len=layout.kv_len)
 
 
-def seconds(run):
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def ratio(ours, peer, rounds):
-    """Medians of both and of peer / ours, pair by pair, after a warm-up of each."""
-    ours()
-    peer()
-    pairs = [(seconds(ours), seconds(peer)) for _ in range(rounds)]
-    a, b = zip(*pairs, strict=True)
-    quotient = statistics.median(y / x for x, y in pairs)
-    return {"ours_s": statistics.median(a), "peer_s": statistics.median(b), "ratio": quotient}
-
-
-def against(make, peer, bars, rounds):
+def measured(make, peer, bars, rounds):
     ours, other = Side(make), Side(peer)
     result = {"path": SDPA.describe(ours.prepared)}
     for name, bar in bars.items():
         method = {"attend": "attend", "with prepare": "whole"}[name]
-        timed = ratio(getattr(ours, method), getattr(other, method), rounds)
+        timed = against(getattr(ours, method), getattr(other, method), rounds)
         result |= {name: timed["ratio"], f"{name}, bar": bar, f"{name}, ours_s": timed["ours_s"]}
     return result
 
@@ -145,15 +128,15 @@ def draft_steps(length, steps):
 def shared_prefix(rounds, quick):
     make, packed = tree(*prefix(quick))
     bars = {"attend": ">= 2.2", "with prepare": ">= 2.2"}
-    unshared = against(make, packed, bars, rounds)
-    dense = against(make, lambda: as_mod(make()), bars, rounds)
+    unshared = measured(make, packed, bars, rounds)
+    dense = measured(make, lambda: as_mod(make()), bars, rounds)
     return unshared | {f"mask_mod, {name}": value for name, value in dense.items() if name != "path"}
 
 
 def deep_tree(lengths, children, bar):
     def run(rounds, quick):
         make, packed = tree(*levels([n >> quick for n in lengths], children))
-        return against(make, packed, {"attend": bar, "with prepare": bar}, rounds)
+        return measured(make, packed, {"attend": bar, "with prepare": bar}, rounds)
 
     return run
 
@@ -161,7 +144,7 @@ def deep_tree(lengths, children, bar):
 def sinks(rounds, quick):
     length = 8192 >> 2 * quick
     plain = functools.partial(MaskLayout.causal, length, window=512)
-    return against(
+    return measured(
         functools.partial(plain, sink_tokens=4), plain, {"attend": ">= 0.8", "with prepare": ">= 0.8"}, rounds
     )
 
@@ -169,13 +152,13 @@ def sinks(rounds, quick):
 def blocks(rounds, quick):
     make = block_diffusion(2048 >> quick, 32)
     bars = {"attend": ">= 2", "with prepare": ">= 3"}
-    return against(make, lambda: as_mod(make()), bars, rounds)
+    return measured(make, lambda: as_mod(make()), bars, rounds)
 
 
 def drafts(steps, bars):
     def run(rounds, quick):
         make = draft_steps(2048 >> quick, steps)
-        return against(make, lambda: as_mod(make()), bars, rounds)
+        return measured(make, lambda: as_mod(make()), bars, rounds)
 
     return run
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyattn
@@ -293,15 +292,8 @@ except polyattn.AttentionInputError as error:
     assert done.stdout.startswith(("zeros", "refused"))
 
 
-def test_eight_segmentations_compile_to_two_graphs():
-    counter = CompileCounter()
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, backend=counter)
-    def step(q, k, v, layout):
-        scope = polyattn.AttentionScope(layout)
-        return scope.prepare(SDPA, AttentionRequest.of(q, k, v))(q, k, v).output
-
+def test_eight_segmentations_compile_to_two_graphs(compiled_step):
+    step, counter = compiled_step
     cuts = [[12], [5, 7], [1, 2, 9], [3, 3, 3, 3], [1] * 12, [6, 6], [4, 8], [2, 2, 2, 6]]
     for lengths in cuts:
         qkv = tensors(12, 12, grad=True)

@@ -42,6 +42,7 @@ __all__ = [
     "finished",
     "fully_masked_rows",
     "hidden_in_blocks",
+    "merge_into",
     "missing_abilities",
     "of_kv_heads",
     "op_or_function",
@@ -112,6 +113,24 @@ def put_back(output: Tensor, lse: _L, rows: Tensor | None) -> tuple[Tensor, _L]:
     if rows is None:
         return output, lse
     return torch.where(rows, 0.0, output), None if lse is None else torch.where(rows.squeeze(-1), -torch.inf, lse)
+
+
+def merge_into(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge what a kernel gave over some keys into what others have given to the same rows, in place.
+
+    Rows may have seen nothing in either. It has no derivative: it is for the inside of a kernel's own operator, whose
+    backward gives each part the output and the LSE of whole rows. ``polyattn.merge`` is differentiable.
+
+    Args:
+        output: ``[..., Dv]``, in the dtype of the sum.
+        lse: ``[...]``, ``-inf`` where nothing was seen.
+        part: like ``output``, in any dtype.
+        part_lse: like ``lse``.
+    """
+    total = torch.logaddexp(lse, part_lse)
+    share = torch.exp(part_lse - total.clamp(min=torch.finfo(total.dtype).min))
+    output.lerp_(part.to(output.dtype), share.unsqueeze(-1))
+    lse.copy_(total)
 
 
 def finished(

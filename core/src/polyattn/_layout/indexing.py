@@ -27,6 +27,15 @@ def pick(value: Tensor, *index: Tensor) -> Tensor:
     return value[tuple(i * 0 if size == 1 else i for size, i in zip(value.shape, index, strict=True))]
 
 
+def ragged(count: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
+    """Each index ``i`` of ``count`` repeated ``count[i]`` times, and the place of each repetition: ``Int64[total]``.
+
+    ``total`` is the sum of ``count``, for who knows it without reading the tensor.
+    """
+    index = torch.repeat_interleave(count, output_size=total)
+    return index, torch.arange(index.numel(), device=count.device) - (count.cumsum(0) - count)[index]
+
+
 def take(value: Tensor, dim: int, index: Index) -> Tensor:
     """The part of ``value`` at ``index`` along ``dim``; a slice gives a view."""
     if isinstance(index, slice):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn._layout.indexing import ragged
 from polyattn._layout.runs import Runs, find_runs
 from polyattn._layout.structured import COMBINED, StructuredMask
 from polyattn._layout.tables import Table
@@ -154,7 +155,7 @@ def _cut_at_chunks(pieces: Pieces, size: int) -> Pieces:
     runs = pieces.runs
     first = torch.div(runs.position, size, rounding_mode="floor")
     count = torch.div(runs.end - 1, size, rounding_mode="floor") - first + 1
-    index, place = _ragged(count)
+    index, place = ragged(count)
     cut = pieces.at(index)
     low = (first[index] + place) * size
     return cut._replace(
@@ -168,12 +169,6 @@ def _joined(first: Pieces, *others: Pieces) -> Pieces:
     runs = first.runs.with_later(*[part.runs for part in others])
     bounds = zip(first.bounds(), *[of.bounds() for of in others], strict=True)
     return Pieces(runs, *[torch.cat(columns) for columns in bounds])
-
-
-def _ragged(count: Tensor) -> tuple[Tensor, Tensor]:
-    """Element ``i`` repeated ``count[i]`` times, and the place of each repetition."""
-    index = torch.repeat_interleave(count)
-    return index, torch.arange(index.numel(), device="cpu") - (count.cumsum(0) - count)[index]
 
 
 def _join(mask: StructuredMask, pieces: Pieces, keys: Runs, most: int) -> tuple[Pieces, Runs, bool] | None:
@@ -200,7 +195,7 @@ def _join(mask: StructuredMask, pieces: Pieces, keys: Runs, most: int) -> tuple[
     met = (torch.searchsorted(base, last) - low).clamp(min=0)
     if int(met.sum()) > most:
         return None
-    key, place = _ragged(met)
+    key, place = ragged(met)
     query = order[low[key] + place]
     # By query, and by key for each: keys are in order already.
     query, order = query.sort(stable=True)

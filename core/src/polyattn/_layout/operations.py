@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,7 @@ from polyattn._layout.intersections import in_both, structured_and
 from polyattn._layout.known import Known
 from polyattn._layout.picture import Drawable
 from polyattn._layout.structured import COMBINED, Structure, StructuredMask
-from polyattn._layout.union import MAX_PARTS, Part, UnionMask, parts_of
+from polyattn._layout.union import MAX_PARTS, UnionMask, parts_of
 from polyattn._layout.visibility import JoinedMod, pinned, selected
 from polyattn._layout.windows import Sides, Window, narrower, window_sides
 from polyattn.messages import shown
@@ -68,25 +69,17 @@ class Combinable(Drawable):
         mask, validate = self.visibility, True
         if q_positions is None or is_placed(self):
             if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
-                narrowed = mask.replace(window=narrower(mask.reach, sides))
-                return self if narrowed.window == mask.window else self._narrowed(narrowed)
+                narrowed = _narrowed(mask, sides)
+                if narrowed.window == mask.window:
+                    return self
+                return self._with(visibility=narrowed, known=self._known.narrow(narrowed))
             if isinstance(mask, UnionMask) and mask.given() <= COMBINED:
-                return self._narrowed(_narrow_parts(mask, sides))
+                host, narrow = self._known.mask, functools.partial(_narrowed, sides=sides)
+                known = Known(host.map(narrow), self._known.active) if isinstance(host, UnionMask) else Known()
+                return self._with(visibility=mask.map(narrow), known=known)
             (q_positions, kv_positions), validate = places(self) or (None, None), False
         band = StructuredMask(window=window, q_positions=q_positions, kv_positions=kv_positions)
         return self & type(self)(self.q_len, self.kv_len, visibility=band, validate=validate)
-
-    def _narrowed(self, mask: StructuredMask | UnionMask) -> Self:
-        """With ``mask``, what it was under a narrower window."""
-        known = self._known
-        if isinstance(mask, StructuredMask):
-            return self._with(visibility=mask, known=known.narrow(mask))
-        host = known.mask
-        if not isinstance(host, UnionMask):
-            return self._with(visibility=mask, known=Known())
-        parts = zip(host.parts, mask.parts, strict=True)
-        narrowed = UnionMask(tuple(Part(old.mask.replace(window=new.mask.window), old.active) for old, new in parts))
-        return self._with(visibility=mask, known=Known(narrowed, known.active))
 
     def __and__(self, other: LayoutBase) -> Self:
         """What both layouts let be seen; batches and heads broadcast, and a query is active if it is in both.
@@ -220,13 +213,8 @@ def _batch_rows(value: Tensor, index: Index) -> Tensor:
 def _part(layout: LayoutBase, mask: Structure, axis: str, index: Index, device: torch.device) -> Structure:
     """The part of a structure, with positions, at ``index`` of what runs over ``axis``."""
     if isinstance(mask, UnionMask):
-        parts = [(_part(layout, part.mask, axis, index, device), part.active) for part in mask.parts]
-        return UnionMask(
-            tuple(
-                Part(cast("StructuredMask", of), _taken(active, index) if axis == "queries" else active)
-                for of, active in parts
-            )
-        )
+        row = functools.partial(_taken, index=index) if axis == "queries" else None
+        return mask.map(lambda part: cast("StructuredMask", _part(layout, part, axis, index, device)), row)
     assert isinstance(mask, StructuredMask)
     q, k = positions((mask.q_positions, mask.kv_positions), layout.q_len, layout.kv_len, device)
     placed = mask.replace(q_positions=q, kv_positions=k)
@@ -235,8 +223,8 @@ def _part(layout: LayoutBase, mask: Structure, axis: str, index: Index, device: 
     return placed.replace(**taken)
 
 
-def _narrow_parts(mask: UnionMask, sides: Sides) -> UnionMask:
-    return UnionMask(tuple(Part(of.replace(window=narrower(of.reach, sides)), active) for of, active in mask.parts))
+def _narrowed(mask: StructuredMask, sides: Sides) -> StructuredMask:
+    return mask.replace(window=narrower(mask.reach, sides))
 
 
 def _joined_fields(a: LayoutBase, b: LayoutBase, sign: str) -> dict[str, Any]:

@@ -29,16 +29,15 @@ def infer_sizes(
         if given is not None:
             check_int(name, given)
     tensors: dict[str, Tensor] = {}
+    strange = isinstance(visibility, StructuredMask) and type(visibility) is not StructuredMask
     if isinstance(visibility, Tensor):
         check_bool("visibility", visibility, "[B|1, H|1, Q, K]", (4,))
         tensors = {"visibility": visibility}
-    elif isinstance(visibility, Structure) and (
-        type(visibility) is StructuredMask or not isinstance(visibility, StructuredMask)
-    ):
+    elif isinstance(visibility, Structure) and not strange:
         tensors = visibility.tensors()
-    elif not callable(visibility) or isinstance(visibility, StructuredMask):
+    elif strange or not callable(visibility):
         got = type(visibility).__name__
-        if isinstance(visibility, StructuredMask):
+        if strange:
             got += ", a subclass whose own rules nobody here knows; give them as a mask_mod function and join it with &"
         raise LayoutError(f"visibility must be a Bool tensor, a mask_mod function or a StructuredMask, got {got}")
     if active_queries is not None:

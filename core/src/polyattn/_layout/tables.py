@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from polyattn._layout.indexing import ragged
+
 
 class Table(NamedTuple):
     """A table and what the host knows of it.
@@ -58,7 +60,7 @@ class Table(NamedTuple):
         return cls(torch.nn.functional.pad(rows, (0, 0, 1, 0)), one_run, runs, unit)
 
     def narrow(self, left: int | None, right: int | None) -> Table:
-        """Under a window in positions, for a ``unit`` table; reads no value, so a block that shows nothing stays, empty."""
+        """Under a window in positions, for a ``unit`` table. Reads no value: a block that shows nothing is empty."""
         batch, q_start, q_stop, k_start, k_stop, low, high, shift = self.bands.unbind(1)
         low = low if right is None else torch.maximum(low, -right - shift)
         high = high if left is None else torch.minimum(high, left - shift)
@@ -93,9 +95,7 @@ class Table(NamedTuple):
     def intervals(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
         """The runs of keys that each query sees: ``batch * q_len + query``, start, stop. Those that touch are one."""
         batch, q_start, q_stop, k_start, k_stop, low, high, _ = self.bands.unbind(1)
-        block = torch.repeat_interleave(q_stop - q_start)
-        first = (q_stop - q_start).cumsum(0) - (q_stop - q_start)
-        i = torch.arange(block.numel(), device="cpu") - first[block]
+        block, i = ragged(q_stop - q_start)
         width = (k_stop - k_start)[block]
         start = k_start[block] + torch.minimum((i - high[block]).clamp(min=0), width)
         stop = k_start[block] + torch.minimum((i - low[block] + 1).clamp(min=0), width)

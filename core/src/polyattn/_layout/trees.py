@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import check_int, ints
+from polyattn._layout.indexing import ragged
 from polyattn._layout.known import read_host
 from polyattn._layout.operations import Combinable
 from polyattn._layout.segments import Ints, read_rows
@@ -134,7 +135,6 @@ def _tokens(parents: list[int], lengths: list[int]) -> tuple[Tensor, Tensor, Ten
         free[node] = number[node] + 1
     sizes = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     columns = torch.tensor([depth, number, below], dtype=torch.int64, device="cpu").reshape(3, -1)
-    of = torch.repeat_interleave(sizes, output_size=sum(lengths))
-    place = torch.arange(of.numel(), device="cpu") - (sizes.cumsum(0) - sizes)[of]
+    of, place = ragged(sizes, sum(lengths))
     depths, numbers, nodes = columns[:, of]
     return depths + place, numbers, numbers + nodes

@@ -54,11 +54,14 @@ class UnionMask(Structure):
             parts.append(Part(mask.replace(**own), changes.get(f"parts[{i}].active_queries", active)))
         return UnionMask(tuple(parts))
 
-    def map(self, structure: Callable[[StructuredMask], StructuredMask], row: Callable[[Tensor], Tensor]) -> UnionMask:
-        """The union of ``structure`` of the parts, their active queries given by ``row``."""
-        return UnionMask(
-            tuple(Part(structure(mask), None if active is None else row(active)) for mask, active in self.parts)
-        )
+    def map(
+        self,
+        structure: Callable[[StructuredMask], StructuredMask],
+        row: Callable[[Tensor | None], Tensor | None] | None = None,
+    ) -> UnionMask:
+        """The union of ``structure`` of the parts, their active queries as they are or as ``row`` gives them."""
+        parts = ((structure(mask), active if row is None else row(active)) for mask, active in self.parts)
+        return UnionMask(tuple(Part(*part) for part in parts))
 
     def rows(self, q_len: int, kv_len: int, start: int, stop: int, device: torch.device | None) -> Tensor:
         """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, stop - start, K]``."""
@@ -84,8 +87,7 @@ class UnionMask(Structure):
     def find_table(self, q_len: int, kv_len: int, rows: int, active: Tensor | None) -> Table | None:
         """The blocks of the union, no pair in two of them; ``None`` where a part has none."""
         tables: list[Table] = []
-        for mask, own in self.parts:
-            shown = own if active is None else active if own is None else own & active
+        for mask, shown in parts_of(self, active):
             table = find_table(mask, q_len, kv_len, rows, shown, exact=True)
             if table is None:
                 return None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polyattn._layout.indexing import ragged
 from polyattn._layout.tables import Table, merged
 
 #: The most pieces of rows and blocks, and the most pairs of edges in them; a dense mask describes more of them better.
@@ -63,9 +64,8 @@ class _Lines:
         count = torch.searchsorted(cuts, self.stop) - low
         if int(count.sum()) > MAX_PIECES:
             return None
-        block = torch.repeat_interleave(count)
-        piece = torch.arange(block.numel(), device="cpu") - (count.cumsum(0) - count)[block] + low[block]
-        piece, order = piece.sort(stable=True)
+        block, place = ragged(count)
+        piece, order = (low[block] + place).sort(stable=True)
         return block[order], piece
 
     def edges(self, block: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,11 +82,11 @@ Edges = tuple[Tensor, Tensor]
 
 def _crossings(piece: Tensor, begins: Edges, ends: Edges, first: Tensor, final: Tensor) -> Tensor | None:
     """The rows around which two edges of a piece meet or pass; ``None``: too many pairs of edges."""
-    _, at, count = torch.unique_consecutive(piece, return_inverse=True, return_counts=True)
+    _, count = torch.unique_consecutive(piece, return_counts=True)
     most = 2 * int(count.max())
     if len(count) * most * most > MAX_EDGES:
         return None
-    place = torch.arange(len(piece), device="cpu") - (count.cumsum(0) - count)[at]
+    at, place = ragged(count)
     here = torch.zeros(2, len(count), most, dtype=torch.int64, device="cpu")
     real = torch.zeros(len(count), most, dtype=torch.bool, device="cpu")
     for side in (0, 1):

@@ -244,13 +244,13 @@ def _width_reasons(request: AttentionRequest) -> tuple[Reason, ...]:
 
 
 def _structure_reasons(layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
-    if isinstance(layout.visibility, Tensor) or not {"dense", "mask_mod"}.isdisjoint(features_of(layout, request)):
-        return ()
     if layout.to_bands(MAX_RUNS) is not None or _uniform_window_size(layout, request) is not None:
         return ()
     if _hides_only_invalid_keys(layout):
         return ()
     words = features_of(layout, request)
+    if "dense" in words or "mask_mod" in words:  # which the abilities lack
+        return ()
     first = ("positions", "padded", "packed", "chunked", "prefix_lm", "window", "active_queries")
     feature = next((word for word in first if word in words), next(iter(words)))
     return (

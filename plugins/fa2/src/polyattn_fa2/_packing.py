@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from polyattn.kernels import merge_into
 from polyattn_fa2._sequences import Call
 from polyattn_fa2.providers import KernelCall
 
@@ -60,10 +60,10 @@ class Part(NamedTuple):
         if self.q_slots is not None:
             packed, packed_lse = packed.index_select(0, self.q_slots), packed_lse.index_select(0, self.q_slots)
         assert self.q_rows is not None
-        before, seen = lse.index_select(0, self.q_rows), output.index_select(0, self.q_rows)
-        share = torch.sigmoid(packed_lse - before).unsqueeze(-1)  # 1 where nothing was seen before
-        output.index_copy_(0, self.q_rows, torch.lerp(seen, packed.to(seen.dtype), share.to(seen.dtype)))
-        lse.index_copy_(0, self.q_rows, torch.logaddexp(before, packed_lse))
+        seen, seen_lse = output.index_select(0, self.q_rows), lse.index_select(0, self.q_rows)
+        merge_into(seen, seen_lse, packed, packed_lse)
+        output.index_copy_(0, self.q_rows, seen)
+        lse.index_copy_(0, self.q_rows, seen_lse)
 
     def put_keys(self, target: Tensor | None, packed: Tensor, *, shared: bool) -> Tensor:
         """Likewise for keys, which add up where a key is in several sequences."""

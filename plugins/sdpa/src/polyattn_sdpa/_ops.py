@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.kernels import accumulation_dtype, op_or_function, refuse_lse_gradient
+from polyattn.kernels import accumulation_dtype, merge_into, op_or_function, refuse_lse_gradient
 from polyattn_sdpa import _kernels
 from polyattn_sdpa._runs import tiles_of
 from polyattn_sdpa._tiles import mask_of
@@ -119,18 +119,10 @@ def _forward(
         for start, stop in step.blind:
             part[:, :, start:stop], part_lse[:, :, start:stop] = 0.0, -torch.inf
         if step.adds:
-            _add(output[step.queries], lse[step.queries], part, part_lse)
+            merge_into(output[step.queries], lse[step.queries], part, part_lse)
         else:
             output[step.queries], lse[step.queries] = part, part_lse
     return output.to(q.dtype) if adds else output, lse
-
-
-def _add(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge a part into what other keys have given to the same rows, in place; rows may have seen nothing in either."""
-    total = torch.logaddexp(lse, part_lse)
-    share = torch.exp(part_lse - total.clamp(min=torch.finfo(total.dtype).min))
-    output.lerp_(part.to(output.dtype), share.unsqueeze(-1))
-    lse.copy_(total)
 
 
 _forward_op = torch.library.custom_op("polyattn_sdpa::forward", _forward, mutates_args=())
