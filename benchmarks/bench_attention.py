@@ -13,14 +13,14 @@ with AMX run them as on one without:
 
 from __future__ import annotations
 
-import json
+import functools
 import statistics
 from pathlib import Path
 
 import click
 import psutil
 import torch
-from pairs import against, seconds
+from pairs import against, report, seconds
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -247,17 +247,7 @@ BENCHES = {
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file.")
 def main(rounds, only, path):
     """Print the ratios, and their bars, of the sdpa backend against transformers' sdpa."""
-    results = {
-        "versions": {"torch": torch.__version__, "threads": torch.get_num_threads(), "polyattn": polyattn.__version__}
-    }
-    for name, bench in BENCHES.items():
-        if only in name:
-            results[name] = bench(rounds)
-            shown = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in results[name].items())
-            print(f"{name}: {shown}", flush=True)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    report({name: functools.partial(bench, rounds) for name, bench in BENCHES.items()}, only, path)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ layout and ``prepare``, which a model does once for all its layers; "with prepar
 from __future__ import annotations
 
 import functools
-import json
 import operator
 from pathlib import Path
 
 import click
 import torch
-from pairs import against
+from pairs import against, report
 
 import polyattn
 from polyattn import AttentionRequest, MaskLayout, StructuredMask
@@ -182,17 +181,9 @@ BENCHES = {
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures to a file.")
 def main(rounds, quick, only, path):
     """Print the ratios, and their bars, of layouts of several runs against the same attention without them."""
-    results = {
-        "versions": {"torch": torch.__version__, "threads": torch.get_num_threads(), "polyattn": polyattn.__version__}
-    }
-    for name, bench in BENCHES.items():
-        if only in name:
-            results[name] = bench(3 if quick else rounds, quick)
-            shown = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in results[name].items())
-            print(f"{name}: {shown}", flush=True)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    report(
+        {name: functools.partial(bench, 3 if quick else rounds, quick) for name, bench in BENCHES.items()}, only, path
+    )
 
 
 if __name__ == "__main__":
