@@ -107,13 +107,14 @@ def _calls(bands: list[Band]) -> Iterator[Call]:
 
 def _simpler(band: Band) -> Iterator[Band]:
     """A band, where much of it is seen whole as that and what lies beside it."""
+    if band.is_full:
+        yield band
+        return
     q0, q1, k0, k1, low, high = band[1:]
     # The first and the last row that see all keys, and the keys that all rows see before their causal edge.
     first, last = q0 + max(0, low + k1 - k0 - 1), min(q1, q0 + high + 1)
     causal, before = high >= q1 - q0 - 1, k0 - low
-    if band.is_full:
-        cuts = [(q0, q1, k0, k1)]
-    elif last - first >= STRIP:
+    if last - first >= STRIP:
         cuts = [(q0, first, k0, k1), (first, last, k0, k1), (last, q1, k0, k1)]
     elif causal and before - k0 > FEW_COMMON:
         cuts = [(q0, q1, k0, before), (q0, q1, before, k1)]

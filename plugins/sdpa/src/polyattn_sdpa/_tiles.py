@@ -43,6 +43,8 @@ class Band(NamedTuple):
         """What lies in a rectangle, without ends that see or show nothing; ``None`` where that is nothing."""
         q0, q1 = max(q_start, self.q_start), min(q_stop, self.q_stop)
         k0, k1 = max(k_start, self.k_start), min(k_stop, self.k_stop)
+        if q0 >= q1 or k0 >= k1:
+            return None
         # In indices of the whole tensors the band is low + apart <= q - k <= high + apart.
         apart = self.q_start - self.k_start
         low, high = self.low + apart, self.high + apart
