@@ -55,6 +55,8 @@ def find_table(
         return None
     if 0 in (q_len, kv_len, rows):
         return Table.empty()
+    if active is None and mask.given() <= {"causal", "window"}:
+        return _one_block(mask, q_len, kv_len).repeat(rows)
     compared = mask.q_positions is not None and mask.positional
     q_positions, k_positions = (mask.q_positions, mask.kv_positions) if compared else (None, None)
     if _too_far(q_positions) or (k_positions is not q_positions and _too_far(k_positions)):
@@ -85,6 +87,22 @@ def find_table(
         columns = [torch.cat(both) for both in zip(columns, beside, strict=True)]
     once = once and beside is None and mask.prefix_lengths is None and mask.sink_lengths is None
     return Table.of(columns, unit=unit and beside is None, alone=once)
+
+
+def _one_block(mask: StructuredMask, q_len: int, kv_len: int) -> Table:
+    """The table of a mask that is a band of distances, in plain numbers: most layouts are made for one forward."""
+    (left, right), shift = mask.reach, kv_len - q_len
+    low = (0 if mask.causal else -FAR if right is None else -right) - shift
+    high = (FAR if left is None else left) - shift
+    first, last = max(0, low), min(q_len, kv_len + high)
+    key, end = max(0, first - high), min(kv_len, last - low)
+    if first >= last or key >= end:
+        return Table.empty()
+    height, width, moved = last - first, end - key, first - key
+    low, high = max(low - moved, -FAR), min(high - moved, FAR)
+    bounds = (-width if low <= 1 - width else low, height if high >= height - 1 else high)
+    rows = [[0] * 8, [0, first, last, key, end, *bounds, shift + moved]]
+    return Table(torch.tensor(rows, dtype=torch.int64, device="cpu"))
 
 
 def _too_far(positions: Tensor | None) -> bool:

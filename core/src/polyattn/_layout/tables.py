@@ -106,13 +106,11 @@ class Table(NamedTuple):
 
     def covers(self, axis: str, length: int, rows: int) -> bool:
         """Whether the blocks hold every query (``axis="q"``) or every key (``"k"``) of ``rows`` batch rows."""
-        if rows * length == 0:
-            return True
-        if len(self.bands) == 2:
-            _, *block = self.bands[1].tolist()
-            start, stop = block[:2] if axis == "q" else block[2:4]
-            return rows == 1 and start == 0 and stop == length
-        start, stop = self.bands[:, 1:3].unbind(1) if axis == "q" else self.bands[:, 3:5].unbind(1)
+        queries, keys = self.bands[:, 1:3], self.bands[:, 3:5]
+        start, stop = (queries if axis == "q" else keys).unbind(1)
+        # Blocks of one run share no query, and no key where the keys of each are its queries.
+        if self.one_run and (axis == "q" or len(queries) == 2 or torch.equal(queries, keys)):
+            return int((stop - start).sum()) == rows * length
         if rows > 1:
             base = self.bands[:, 0] * length
             start, stop = base + start, base + stop
