@@ -6,9 +6,8 @@ value width.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +16,11 @@ from polyattn import (
     AttentionBackend,
     AttentionResult,
     AttentionScope,
+    RopeSpec,
     RotaryEmbedding,
     UnsupportedAttentionError,
     apply_rotary,
 )
-from polyattn.messages import listed
 from polyattn.registry import AUTO, readers
 from polyattn.rope import rotate_channels, rotate_heads
 from polyattn.select import resolve_backend
@@ -48,8 +47,9 @@ class GroupedQueryAttention(nn.Module):
             ``fa``) when the device is known, see below.
         backend_options: options of that backend.
         device, dtype: of the parameters.
-        structure: every further field of :class:`AttentionSpec` by its name, such as ``rope``, ``qk_norm`` and
-            ``window``. ``v_head_dim`` is ``head_dim`` where it is not given.
+        v_head_dim, rope, qk_norm, window, dropout, bias, output_bias, softcap, sinks, scale, input_size, layout,
+            output_gate, value_norm, shared_keys_values, query_scale: the fields of :class:`AttentionSpec`.
+            ``v_head_dim`` is ``head_dim`` where it is not given.
 
     Raises:
         ConfigError: the structure contradicts itself; every fault in one message. Or ``fused_qkv``, ``device`` or
@@ -67,20 +67,32 @@ class GroupedQueryAttention(nn.Module):
         num_kv_heads: int,
         head_dim: int | None = None,
         *,
+        v_head_dim: int | None = None,
+        rope: RopeSpec | None = None,
+        qk_norm: QKNorm | None = None,
+        window: int | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
+        output_bias: bool = False,
+        softcap: float | None = None,
+        sinks: bool = False,
+        scale: float | None = None,
+        input_size: int | None = None,
+        layout: str | None = None,
+        output_gate: Literal["head", "channel"] | None = None,
+        value_norm: Mapping[str, Any] | None = None,
+        shared_keys_values: bool = False,
+        query_scale: Mapping[str, Any] | None = None,
         fused_qkv: bool = False,
         backend: str | AttentionBackend = AUTO,
         backend_options: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **structure: Any,
     ) -> None:
+        structure = {name: value for name, value in locals().items() if name in FIELDS}
         super().__init__()
         check_making(fused_qkv, device, dtype)
-        unknown = structure.keys() - FIELDS.keys()
-        if unknown:
-            raise TypeError(f"GroupedQueryAttention takes no argument {listed(sorted(unknown))}")
-        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        spec = AttentionSpec.of({**sizes, **structure})
+        spec = AttentionSpec.of(structure)
         kind = LayerKind(resolve_backend(backend, backend_options), spec)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         width = spec.head_dim
@@ -276,21 +288,6 @@ class GroupedQueryAttention(nn.Module):
             parts: dict[str, Any] = self._modules
             return parts["k_proj"](hidden), parts["v_proj"](hidden)
         return keys_and_values(self.qkv_proj, hidden, self._widths)
-
-
-def _signature() -> inspect.Signature:
-    """That of the constructor, with the fields of the structure by name."""
-    known = inspect.signature(GroupedQueryAttention.__init__)
-    own = [parameter for parameter in known.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    rest = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for name, field in FIELDS.items()
-        if name not in known.parameters
-    ]
-    return known.replace(parameters=[*own, *rest])
-
-
-GroupedQueryAttention.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _make_norm(spec: AttentionSpec, heads: int, made: dict[str, Any]) -> RMSNorm | None:
