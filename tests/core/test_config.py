@@ -123,8 +123,16 @@ def test_the_short_form_of_a_rope_needs_the_width_of_a_head():
 
 def test_a_rope_without_a_longest_sequence_is_not_exported():
     config = AttentionConfig(rope={"rope_theta": 1e4}, **SIZES)
-    with pytest.raises(ConfigError, match=r"^rope.max_position must be the longest sequence .*, got 2147483647, which"):
-        config.to_hf("llama", layers=2)
+    for export in (lambda: config.to_hf("llama", layers=2), lambda: config.layer(0).rope.to_hf("llama")):
+        with pytest.raises(RopeConfigError, match=r"^max_position must be the longest sequence .*, got 2147483647, "):
+            export()
+
+
+def test_a_rope_of_no_form_and_an_odd_head_are_said_in_the_words_of_the_config():
+    with pytest.raises(RopeConfigError, match=r"^rope: must be null for no rotation, or .*, got an empty mapping$"):
+        AttentionConfig(rope={}, **SIZES)
+    with pytest.raises(RopeConfigError, match=r"head_dim must be even where the whole head rotates, got 5$"):
+        AttentionConfig(rope={"rope_theta": 1e4}, **{**SIZES, "head_dim": 5})
 
 
 def test_one_fault_keeps_its_own_type():

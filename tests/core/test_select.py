@@ -20,11 +20,14 @@ from polyattn import (
     AttentionResult,
     BackendBase,
     ConfigError,
+    GroupedQueryAttention,
     LayoutError,
     MaskLayout,
+    PolyattnError,
     PreparedAttention,
     Reason,
     UnsupportedAttentionError,
+    attention,
     explain,
 )
 from polyattn.registry import hooks
@@ -395,3 +398,22 @@ def test_auto_keeps_no_layout_alive():
     del layout
     gc.collect()
     assert alive() is None
+
+
+class FailsWhenAsked(BackendBase):
+    name = "acme"
+
+    def unsupported(self, layout, request):
+        raise RuntimeError("the kernel's table is empty")
+
+
+def test_a_named_backend_that_fails_when_asked_is_an_error_with_its_name_and_the_cause():
+    q = torch.randn(1, 2, 4, 8)
+    text = "^backend 'acme': unsupported must return its reasons, got RuntimeError: the kernel's table is empty; "
+    for ask in (
+        lambda: attention(q, q, q, MaskLayout.causal(4), backend=FailsWhenAsked()),
+        lambda: GroupedQueryAttention(16, 2, 2, backend=FailsWhenAsked()),
+    ):
+        with pytest.raises(PolyattnError, match=text) as caught:
+            ask()
+        assert isinstance(caught.value.__cause__, RuntimeError)

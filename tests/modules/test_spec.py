@@ -127,7 +127,7 @@ def test_equal_specs_have_one_written_form_and_one_hash():
     assert json.dumps(other.to_dict()) == json.dumps(spec.to_dict())
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, True])
+@pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0])
 def test_another_version_is_refused(version):
     with pytest.raises(ConfigError, match=f"schema_version of an attention spec must be 1, got {version!r}"):
         AttentionSpec.from_dict({**golden("llama"), "schema_version": version})

@@ -193,7 +193,7 @@ def test_the_longest_sequence_is_said_by_the_caller_where_the_config_does_not():
     assert RopeSpec.from_hf(config, max_position=2048).max_position == 2048
     assert RopeSpec.from_hf(PLAIN, max_position=64) == RopeSpec.from_hf(PLAIN)
     for given, kwargs, text in (
-        (config, {}, "'max_position_embeddings' is missing; pass max_position="),
+        (config, {}, "'max_position_embeddings' is missing; add it, or pass max_position="),
         (PLAIN, {"max_position": 32}, "max_position must be None or 64, as max_position_embeddings says, got 32"),
         (config, {"max_position": 0}, r"max_position must be an int >= 1 and less than 2\*\*63, got 0"),
         (config, {"max_position": "8"}, "max_position must be an int >= 1"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from polyattn import _boundary, _derivatives
-from polyattn._errors import AttentionInputError, UnsupportedAttentionError
+from polyattn._errors import AttentionInputError, PolyattnError, UnsupportedAttentionError
 from polyattn._features import missing_abilities
 from polyattn._layout import MaskLayout
 from polyattn._options import configured_options
@@ -190,6 +190,21 @@ def saved_by_autograd(
         return build(saveable(layout), request)
 
 
+def refusals(backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+    """``backend.unsupported``; a failure of it is an error that names the backend.
+
+    Raises:
+        PolyattnError: the backend raised something of its own.
+    """
+    try:
+        return backend.unsupported(layout, request)
+    except PolyattnError:
+        raise
+    except Exception as error:
+        need = "unsupported must return its reasons"
+        raise _boundary.wrong_answer(backend.name, need, f"{type(error).__name__}: {error}") from error
+
+
 class BackendBase:
     """What most backends want around their kernel; inherit it or not.
 
@@ -240,8 +255,9 @@ class BackendBase:
 
     def prepare(self, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
         """Refuse with every reason, or check the layout, plan, and return the prepared attention."""
-        _boundary.check_layout_type(layout)
-        reasons = self.unsupported(layout, request)
+        if not isinstance(layout, MaskLayout):
+            _boundary.check_layout_type(layout)
+        reasons = refusals(self, layout, request)
         if reasons:
             raise UnsupportedAttentionError(self.name, reasons)
         _boundary.check_layout(layout, request)

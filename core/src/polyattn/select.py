@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from polyattn._backend import AttentionBackend, BackendBase, PreparedAttention, saved_by_autograd
+from polyattn._backend import AttentionBackend, BackendBase, PreparedAttention, refusals, saved_by_autograd
 from polyattn._boundary import check_layout_type, wrong_answer
 from polyattn._errors import AttentionInputError, ConfigError, LayoutError, PolyattnError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
@@ -24,6 +24,8 @@ from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 from polyattn.messages import shown
 from polyattn.registry import AUTO, backends, brief, hooks
+
+__all__ = ["Decision", "explain", "prepare", "reasons_of", "refusals", "resolve_backend"]
 
 _logger = logging.getLogger("polyattn")
 

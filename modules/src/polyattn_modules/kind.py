@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from polyattn import AttentionBackend, AttentionRequest, MaskLayout, Reason
+from polyattn.select import refusals
 from polyattn_modules.spec import AttentionSpec
 
 #: Features that a layer uses in every forward, or in every training step.
@@ -60,7 +61,7 @@ class LayerKind:
         """
         where = torch.device("cpu") if device is None else device
         request = self.request(batch=1, dtype=dtype, device=where, training=True)
-        reasons = self.backend.unsupported(MaskLayout.causal(1, window=self.spec.window), request)
+        reasons = refusals(self.backend, MaskLayout.causal(1, window=self.spec.window), request)
         certain = _CERTAIN if device is None or device.type == "meta" else _CERTAIN | _OF_THE_DEVICE
         return tuple(reason for reason in reasons if reason.feature in certain)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from polyattn import ConfigError, RopeConfigError, RopeSpec
 from polyattn.messages import is_float32, listed, shown
-from polyattn.rope import CANONICAL_ONLY
-from polyattn_modules.spec import UNBOUNDED, head_width
+from polyattn.rope import CANONICAL_ONLY, UNBOUNDED
+from polyattn_modules.spec import head_width
 
 #: Keys that say which of the full forms a mapping with a ``rope_theta`` has.
 _FULL = ("schema_version", "model_type", "convention")
@@ -40,6 +40,8 @@ class ShortRope:
                     "got no such sizes; a rope without sizes has the canonical form, RopeSpec.to_dict()"
                 )
             head_dim = head_width(layer["hidden_size"], layer["num_heads"])
+        if isinstance(head_dim, int) and head_dim % 2:
+            raise RopeConfigError(f"head_dim must be even where the whole head rotates, got {head_dim}")
         return RopeSpec(
             variant="default",
             theta=self.theta,
@@ -63,6 +65,10 @@ def read_rope(value: Any) -> RopeSpec | ShortRope | None:
         return value
     if not isinstance(value, Mapping):
         raise ConfigError(f"must be a mapping or null, got {type(value).__name__}")
+    if not value:
+        raise RopeConfigError(
+            "must be null for no rotation, or a mapping with rope_theta or one of the full forms, got an empty mapping"
+        )
     if "rope_theta" in value and not any(name in value for name in _FULL):
         further = [name for name in value if name != "rope_theta"]
         if further:

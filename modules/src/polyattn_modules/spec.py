@@ -11,9 +11,6 @@ from polyattn.messages import shown
 from polyattn.registry import readers
 from polyattn_modules.fields import FIELDS, QKNorm, Structure, exact_fields, problem_of, structure_of
 
-#: The ``max_position`` of a rope that says no longest sequence.
-UNBOUNDED = 2**31 - 1
-
 
 def _required(name: str) -> Any:
     return dataclasses.field(metadata=FIELDS[name].metadata)
@@ -94,7 +91,7 @@ class AttentionSpec(Structure):
         if not isinstance(data, Mapping):
             raise ConfigError(f"an attention spec must be a mapping, got {type(data).__name__}")
         version = data.get("schema_version")
-        if version != cls.SCHEMA_VERSION or isinstance(version, bool):
+        if type(version) is not int or version != cls.SCHEMA_VERSION:
             got = shown(version) if "schema_version" in data else "none"
             raise ConfigError(
                 f"schema_version of an attention spec must be {cls.SCHEMA_VERSION}, got {got}; "
@@ -175,11 +172,6 @@ def write_hf(specs: list[AttentionSpec], model_type: str, serving_target: str | 
         model_type: the class that will read it.
         serving_target: the engine that will serve the model, asked before anything is written.
     """
-    if any(spec.rope is not None and spec.rope.max_position == UNBOUNDED for spec in specs):
-        raise ConfigError(
-            f"rope.max_position must be the longest sequence of the model in an export, got {UNBOUNDED}, which is what "
-            "the short form of a rope in a config stands for; give the rope in the canonical form there"
-        )
     reader = readers.get("hf_attention")
     written: dict[str, Any] = reader.write(specs, model_type, serving_target=serving_target)
     return written

@@ -3,7 +3,7 @@
 from polyattn.rope.axes import RopeAxes
 from polyattn.rope.embedding import RotaryEmbedding, RotaryTables
 from polyattn.rope.rotate import apply_rotary, rotate_channels, rotate_heads
-from polyattn.rope.spec import CANONICAL_ONLY, RopeSpec
+from polyattn.rope.spec import CANONICAL_ONLY, UNBOUNDED, RopeSpec
 from polyattn.rope.variant import (
     RopeFrequencies,
     RopeVariant,
@@ -22,6 +22,7 @@ from polyattn.rope.variant import (
 
 __all__ = [
     "CANONICAL_ONLY",
+    "UNBOUNDED",
     "RopeAxes",
     "RopeFrequencies",
     "RopeSpec",

@@ -13,6 +13,8 @@ from polyattn.rope.axes import RopeAxes
 
 #: Keys of the canonical form that no transformers dictionary has: one that carries them is not what it says it is.
 CANONICAL_ONLY = ("axes", "interleaved", "original_max_position", "rotary_dim", "schema_version", "variant")
+#: The ``max_position`` of a rope that says no longest sequence.
+UNBOUNDED = 2**31 - 1
 
 ParameterValue: TypeAlias = float | bool | str | tuple[float, ...] | None
 

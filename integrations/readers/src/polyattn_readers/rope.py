@@ -13,7 +13,7 @@ from typing import Any
 from polyattn import RopeConfigError, RopeSpec, rope_variants
 from polyattn.messages import is_float32, listed, shortened, shown
 from polyattn.registry import FIRST_PARTY, ROPE
-from polyattn.rope import RopeAxes
+from polyattn.rope import UNBOUNDED, RopeAxes
 from polyattn_readers.model_classes import (
     PAIRS,
     class_axes,
@@ -131,6 +131,11 @@ def _read(
 
 
 def _write(spec: RopeSpec, model_type: str) -> dict[str, Any]:
+    if spec.max_position == UNBOUNDED:
+        raise RopeConfigError(
+            f"max_position must be the longest sequence of the model in an export, got {UNBOUNDED}, which is what the "
+            "short form of a rope in a config stands for; give the rope in the canonical form there"
+        )
     width = "qk_rope_head_dim" if model_type in classes()["keys"]["qk_rope_head_dim"] else "head_dim"
     data: dict[str, Any] = {"model_type": model_type, width: spec.head_dim}
     keys = _keys_of(spec.variant)
@@ -244,7 +249,7 @@ def _given_width(data: Mapping[str, Any], layer_type: str | None, given: int) ->
 def _max_position(data: Mapping[str, Any], given: int | None) -> int:
     found = data.get("max_position_embeddings")
     if found is None and given is None:
-        fault(data, "'max_position_embeddings' is missing; pass max_position=")
+        fault(data, "'max_position_embeddings' is missing; add it, or pass max_position=")
     if None not in (found, given) and found != given:
         fault(data, f"max_position must be None or {found}, as max_position_embeddings says, got {shown(given)}")
     return size(data, "max_position_embeddings" if given is None else "max_position", found if given is None else given)
