@@ -20,25 +20,17 @@ import torch
 import polyattn
 from polyattn import AttentionRequest, MaskLayout
 
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "support"))
+from python_calls import python_calls
+
 #: The most calls that each may take, without gradients.
 BARS = {"ready": 80, "making": 80, "auto": 130}
 
 
 def calls(work):
     """How many calls of Python functions ``work`` makes when it is called for the second time."""
-    count = 0
-
-    def counted(frame, event, arg):
-        nonlocal count
-        count += event == "call"
-
     work()
-    sys.setprofile(counted)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count - 1  # work itself
+    return len(python_calls(work))
 
 
 def load_all():

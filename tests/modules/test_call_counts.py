@@ -1,11 +1,10 @@
 """How many Python functions of ours a layer runs around its projections, norms, rotation and kernel."""
 
-import sys
-
 import torch
 
 import polyattn
 from polyattn import AttentionScope, GroupedQueryAttention, MaskLayout, QKNorm, RopeSpec
+from python_calls import python_calls
 
 ROPE = RopeSpec(
     variant="default",
@@ -21,28 +20,15 @@ ROPE = RopeSpec(
 OURS = ("gqa.py", "reading.py", "inputs.py", "kind.py", "_scope.py")
 
 
-def calls(run, files=OURS):
-    found = []
-
-    def watch(frame, event, arg):
-        code = frame.f_code
-        if event == "call" and "polyattn" in code.co_filename and code.co_filename.endswith(files):
-            found.append(code.co_name)
-
-    sys.setprofile(watch)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
 def test_a_layer_runs_few_functions_of_its_own_and_fewer_once_its_scope_is_filled():
     norm = QKNorm(position="before", scope="head", weighted=True, eps=1e-6)
     layers = [GroupedQueryAttention(32, 4, 2, 8, rope=ROPE, qk_norm=norm, backend="sdpa") for _ in range(2)]
     hidden, positions = torch.randn(1, 8, 32, requires_grad=True), torch.arange(8)[None]
     scope = AttentionScope(MaskLayout.causal(8))
-    first, *later = (calls(lambda layer=layer: layer(hidden, scope, positions)) for layer in (*layers, layers[0]))
+    first, *later = (
+        python_calls(lambda layer=layer: layer(hidden, scope, positions), "polyattn", OURS)
+        for layer in (*layers, layers[0])
+    )
     assert len(first) <= 20, first
     for steady in later:
         assert len(steady) <= 6, steady
@@ -53,11 +39,11 @@ def test_one_attention_and_the_first_forward_of_a_layer_run_few_functions():
     q, k = torch.randn(1, 8, 256, 64), torch.randn(1, 2, 256, 64)
     for backend, most in (("sdpa", 80), ("auto", 130)):
         polyattn.attention(q, k, k, layout, backend=backend)
-        found = calls(lambda backend=backend: polyattn.attention(q, k, k, layout, backend=backend), ".py")
+        found = python_calls(lambda backend=backend: polyattn.attention(q, k, k, layout, backend=backend), "polyattn")
         assert len(found) <= most, found
     norm = QKNorm(position="before", scope="head", weighted=True, eps=1e-6)
     layer = GroupedQueryAttention(32, 4, 2, 8, rope=ROPE, qk_norm=norm, backend="sdpa")
     hidden, positions = torch.randn(1, 8, 32, requires_grad=True), torch.arange(8)[None]
     scope = AttentionScope(MaskLayout.causal(8))
-    found = calls(lambda: layer(hidden, scope, positions), ".py")
+    found = python_calls(lambda: layer(hidden, scope, positions), "polyattn")
     assert len(found) <= 150, found
