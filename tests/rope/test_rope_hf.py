@@ -640,6 +640,12 @@ def test_the_keys_of_a_stranger_are_read_as_strictly_as_ours(keys, text):
         RopeSpec.from_hf(stretched(**keys))
 
 
+def test_a_key_of_a_stranger_at_the_top_is_refused_where_nothing_reads_it():
+    text = "'slope' must stand beside rope_type, not at the top"
+    with rope_variants.override("stretch", Stretch()), pytest.raises(RopeConfigError, match=text):
+        RopeSpec.from_hf({**stretched(), "slope": 2.0})
+
+
 def test_a_variant_that_declares_no_keys_has_no_name_in_configurations():
     class Same:
         name, api_version = "same", 1

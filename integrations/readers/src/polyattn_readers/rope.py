@@ -231,6 +231,9 @@ def _check_keys(data: Mapping[str, Any], entry: dict[str, Any], kind: str, keys:
             fault(data, "mscale and mscale_all_dim must be equal beside alpha, where nothing reads them")
     faults = [f"{shown(name)} is missing" for name in required if entry.get(name) is None]
     faults += [f"{shown(name)} is unknown" for name in entry if name not in accepted]
+    if kind not in FIRST_PARTY[ROPE]:
+        above = [name for name in keys if name != ORIGINAL and name not in entry and data.get(name) is not None]
+        faults += [f"{shown(name)} must stand beside rope_type, not at the top" for name in above]
     if faults:
         fault(
             data, f"{shortened(', '.join(faults))}; keys of rope_type '{kind}' are {', '.join(dict.fromkeys(accepted))}"
