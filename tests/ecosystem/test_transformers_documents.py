@@ -46,6 +46,12 @@ _BART = _WIDE | {"vocab_size": VOCABULARY, "encoder_layers": 2, "encoder_attenti
 #: Models that honour documents, by what is special about them.
 HONOURED: dict[str, tuple[str, dict[str, Any]]] = {
     "layers are not given positions": ("Ministral3", {}),
+    "latent layers are not given positions": (
+        "Mistral4",
+        _EXPERTS
+        | {"head_dim": ..., "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+        | {"v_head_dim": 8, "n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+    ),
     "layers are given no keywords at all": ("Nemotron", {}),
     "chunks": ("Llama4", _EXPERTS | {"attention_chunk_size": 3, "intermediate_size_mlp": 48}),
     "window": ("Mistral", {"sliding_window": 3}),
