@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from polyattn import FEATURES, AttentionRequest, AttentionResult, MaskLayout, PreparedAttention, StructuredMask
+from polyattn_conformance.reference import plain_attention
 from polyattn_eager import EagerBackend, EagerState
 from polyattn_eager._backend import Blocked
 
@@ -908,6 +909,140 @@ class UnequalBackwards(Mutant):
         return result
 
 
+def _is_tree(layout):
+    return getattr(layout.visibility, "kv_segment_ends", None) is not None
+
+
+def _parts(layout):
+    """The parts of a union as layouts; none of anything else."""
+    parts = getattr(layout.visibility, "parts", ())
+    sizes = (layout.q_len, layout.kv_len, layout.batch, layout.heads)
+    return [MaskLayout(*sizes, visibility=mask, active_queries=active) for mask, active in parts]
+
+
+class Recounting(Mutant):
+    """Computes by the plain formulas, some pairs weighing more than once."""
+
+    def counts(self, layout):
+        """How often each pair counts; ``None`` where all do once."""
+        raise NotImplementedError
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        request, counts = prepared.request, self.counts(prepared.layout)
+        if counts is None:
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        more = counts.to(q.dtype).log()
+        bias = more if bias is None else bias + more
+        rest = {"scale": request.scale, "softcap": request.softcap, "bias": bias, "sinks": sinks}
+        output, lse = plain_attention(q, k, v, prepared.layout.to_dense(), **rest)
+        return AttentionResult(output, lse if request.needs_lse else None)
+
+
+class BranchSeesSibling(Mutant):
+    caught_by = ("branch_is_a_row[causal]", "tree_is_a_mask[both_ways]", "values[tree]")
+
+    def layout(self, layout):
+        return (
+            _structured(layout, kv_segment_ends=layout.visibility.kv_segment_ends + 1) if _is_tree(layout) else layout
+        )
+
+
+class AncestorCountedTwice(Recounting):
+    caught_by = ("branch_is_a_row[causal]", "tree_is_a_mask[causal]", "values[shared_prefix]")
+
+    def counts(self, layout):
+        if not _is_tree(layout):
+            return None
+        mask = layout.visibility
+        return 1 + (mask.kv_segments[:, None, None] < mask.q_segments[:, None, :, None])
+
+
+class TreeWindowCountsTokensOfTheRow(Mutant):
+    caught_by = ("branch_is_a_row[window]", "values[tree_window]")
+
+    def layout(self, layout):
+        at = torch.arange(layout.q_len)[None]
+        own = _is_tree(layout) and layout.q_len == layout.kv_len
+        return _structured(layout, q_positions=at, kv_positions=at) if own else layout
+
+
+class UnionCountsSharedPairsTwice(Recounting):
+    caught_by = ("union_counts_once[overlapping]", "values[union]")
+
+    def counts(self, layout):
+        parts = _parts(layout)
+        return sum(part.to_dense().int() for part in parts).clamp(min=1) if parts else None
+
+
+class SecondPartOfUnionDropped(Mutant):
+    caught_by = ("union_counts_once[apart]", "values[union_apart]", "long_values[union]")
+
+    def layout(self, layout):
+        parts = _parts(layout)
+        return parts[0] if parts else layout
+
+
+class BlindRowsOfAPartHaveLSEZero(Mutant):
+    """Merges the parts of a union by their LSE, which a kernel gives as 0 where a row sees nothing."""
+
+    caught_by = ("union_counts_once[overlapping]", "values[union_in_part]", "long_values[union_in_part]")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        layout, request = prepared.layout, prepared.request
+        parts = _parts(layout)
+        if not parts or bias is not None or sinks is not None:
+            return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        seen, results = torch.zeros(1, 1, layout.q_len, layout.kv_len, dtype=torch.bool), []
+        for part in parts:
+            own = part.to_dense() & ~seen
+            seen = seen | own
+            output, lse = plain_attention(q, k, v, own, scale=request.scale, softcap=request.softcap)
+            results.append((output, torch.where(lse.isneginf(), 0, lse)))
+        lse = torch.logsumexp(torch.stack([lse for _, lse in results]), 0)
+        output = sum((part - lse).exp().unsqueeze(-1) * output.float() for output, part in results)
+        return AttentionResult(output.to(q.dtype), lse if request.needs_lse else None)
+
+
+class SinkTokensHiddenByTheWindow(Mutant):
+    caught_by = ("values[sink_tokens]", "values[packed_sink_tokens]", "long_values[sink_tokens]")
+
+    def layout(self, layout):
+        sinks = getattr(layout.visibility, "sink_lengths", None)
+        return layout if sinks is None else _structured(layout, sink_lengths=torch.zeros_like(sinks))
+
+
+class SinkTokensSeenFromOtherDocuments(Mutant):
+    caught_by = ("values[packed_sink_tokens]",)
+
+    def hidden(self, layout, request):
+        hidden, mask = super().hidden(layout, request), layout.visibility
+        if getattr(mask, "sink_lengths", None) is None or mask.kv_segments is None or mask.sink_lengths.dim() > 1:
+            return hidden
+        sink = (mask.kv_positions < mask.sink_lengths[:, None])[:, None, None]
+        earlier = (mask.kv_segments[:, None] <= mask.q_segments[:, :, None])[:, None]
+        return hidden & ~(sink & earlier)
+
+
+class LeftAndRightSwapped(Mutant):
+    caught_by = ("two_sided_window[both_ways]", "values[two_sided_window]", "values[packed_two_sided_window]")
+
+    def layout(self, layout):
+        window = getattr(layout.visibility, "window", None)
+        return _structured(layout, window=window[::-1]) if isinstance(window, tuple) else layout
+
+
+class BlocksOfBlockCausalAreCausal(Mutant):
+    caught_by = ("values[block_causal]",)
+
+    def hidden(self, layout, request):
+        hidden, mask = super().hidden(layout, request), layout.visibility
+        at = getattr(mask, "q_positions", None)
+        level = (
+            isinstance(mask, StructuredMask) and at is not None and (at.diff() == 0).any() and mask.q_segments is None
+        )
+        return hidden | torch.ones_like(hidden).triu(1 + layout.kv_len - layout.q_len) if level else hidden
+
+
 class UnknownFieldIgnored(Mutant):
     caught_by = ("unknown_field[causal]", "unknown_field[full]", "unknown_field[window]")
 
@@ -922,4 +1057,4 @@ class UnknownFieldIgnored(Mutant):
         return dataclasses.replace(layout, visibility=StructuredMask(**known))
 
 
-MUTANTS = Mutant.__subclasses__()
+MUTANTS = [kind for base in (Mutant, Recounting) for kind in base.__subclasses__() if kind is not Recounting]

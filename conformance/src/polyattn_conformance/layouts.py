@@ -46,6 +46,41 @@ def _decoded_positions() -> MaskLayout:
     return MaskLayout(q_len=3, kv_len=7, batch=1, heads=1, visibility=mask)
 
 
+def _window(left: int | None, right: int | None, length: int = 9) -> MaskLayout:
+    return MaskLayout(length, length, visibility=StructuredMask(window=(left, right)))
+
+
+def _draft_steps(length: int, steps: int) -> MaskLayout:
+    """A draft of several steps: a query sees the first step's keys up to its own, and one key of each later step."""
+    own = torch.arange(length)[None]
+    step = torch.arange(steps).repeat_interleave(length)[None]
+
+    def keys_of(number: int, window: int | None) -> MaskLayout:
+        mask = StructuredMask(
+            causal=True,
+            window=window,
+            q_positions=own,
+            kv_positions=own.repeat(1, steps),
+            q_segments=torch.full_like(own, number),
+            kv_segments=step,
+        )
+        return MaskLayout(length, steps * length, visibility=mask)
+
+    layout = keys_of(0, None)
+    for number in range(1, steps):
+        layout = layout | keys_of(number, 1)
+    return layout
+
+
+def _in_part(length: int) -> MaskLayout:
+    """A window, and for every third query all keys: of the second part most rows see nothing."""
+    third = torch.arange(length) % 3 == 1
+    return MaskLayout.causal(length, window=2) | MaskLayout.full(length, active_queries=third[None])
+
+
+#: A tree of three levels and one beside it: nodes before each node, and their numbers of tokens.
+PARENTS, LENGTHS = [-1, 0, 0, 1, 1, -1, 5], [3, 2, 1, 2, 3, 2, 1]
+
 #: name -> builder, on the CPU. In these every row sees something.
 ORDINARY: dict[str, Callable[[], MaskLayout]] = {
     "full": lambda: MaskLayout.full(7),
@@ -67,6 +102,22 @@ ORDINARY: dict[str, Callable[[], MaskLayout]] = {
     "prefix_lm": lambda: MaskLayout.prefix_lm([3], 8),
     "prefix_lm_rows": lambda: MaskLayout.prefix_lm([5, 0], 7),
     "chunked": lambda: MaskLayout.chunked(4, 10),
+    "block_causal": lambda: MaskLayout.block_causal(3, 8),
+    "two_sided_window": lambda: _window(3, 1),
+    "left_window": lambda: _window(2, None),
+    "packed_two_sided_window": lambda: MaskLayout.packed([6, 1, 4], causal=False, window=(1, 2)),
+    "sink_tokens": lambda: MaskLayout.causal(11, window=3, sink_tokens=2),
+    "sink_tokens_fewer_queries": lambda: MaskLayout.causal(4, 11, window=2, sink_tokens=3),
+    "packed_sink_tokens": lambda: MaskLayout.packed([6, 2, 5], window=2, sink_tokens=1),
+    "tree": lambda: MaskLayout.tree(PARENTS, LENGTHS),
+    "tree_window": lambda: MaskLayout.tree(PARENTS, LENGTHS, window=3),
+    "tree_both_ways": lambda: MaskLayout.tree(PARENTS, LENGTHS, causal=False),
+    "tree_rows": lambda: MaskLayout.tree([[-1, 0, 0], [-1, -1, 1]], [[4, 3, 2], [2, 5, 2]]),
+    "tree_part": lambda: MaskLayout.tree(PARENTS, LENGTHS).select_queries(slice(4, 12)),
+    "shared_prefix": lambda: MaskLayout.shared_prefix(4, [3, 1, 2]),
+    "union": lambda: MaskLayout.causal(9, window=2) | MaskLayout.chunked(4, 9),
+    "union_apart": lambda: _draft_steps(5, 3),
+    "union_in_part": lambda: _in_part(9),
     "positions": _decoded_positions,
     "dense": lambda: MaskLayout.dense(_random(6, 8)),
     "dense_rows": lambda: MaskLayout.dense(_random(2, 1, 6, 6)),
@@ -115,4 +166,8 @@ LONG: dict[str, Callable[[], MaskLayout]] = {
     "padding": lambda: MaskLayout.padded(torch.arange(300) < torch.tensor([[300], [131]])),
     "chunked": lambda: MaskLayout.chunked(128, 333),
     "prefix_lm": lambda: MaskLayout.prefix_lm([140], 290),
+    "sink_tokens": lambda: MaskLayout.causal(500, window=70, sink_tokens=5),
+    "tree": lambda: MaskLayout.tree([-1, 0, 0, 1, 1, 2], [150, 40, 200, 33, 65, 70]),
+    "union": lambda: _draft_steps(200, 3),
+    "union_in_part": lambda: _in_part(210),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from random import Random
 
@@ -114,6 +116,11 @@ class Draw:
             mask = (rows, per_head, q_len, kv_len)
             if "packed" in can:
                 kinds += [lambda: self._part(rows, q_len, kv_len), lambda: self._documents(rows, q_len)]
+            if {"packed", "positions", "tree"} <= {*can}:
+                kinds += [lambda: self._tree(rows, q_len, kv_len)]
+            if "union" in can:
+                part = functools.partial(self._structured, rows, q_len, kv_len)
+                kinds += [lambda: part(active) | part(None)]
             if "dense" in can:
                 kinds += [lambda: MaskLayout.dense(self._bools(mask), active_queries=active)]
             if "mask_mod" in can:
@@ -137,16 +144,21 @@ class Draw:
             numbered = ids[0].item() == 0
             for name, length in (("q_segments", q_len), ("kv_segments", kv_len)):
                 drawn = self._integers((rows, length), 2)
-                fields[name] = ids[drawn if apart else drawn.sort(-1).values]
+                fields[name] = segments = ids[drawn if apart else drawn.sort(-1).values]
+            if self._uses("tree"):
+                fields["kv_segment_ends"] = segments + self._integers((rows, kv_len), 2)
         causal = "causal" in self.features and random.random() < 1 / 2
+        window = self._window(longest + 2)
+        at = fields.get("q_positions")
+        start = 0 if at is None or not at.numel() else int(at.min())
+        shape = (rows, 3) if numbered and random.random() < 1 / 2 else (rows,)
         if causal and self._uses("prefix_lm"):
-            at = fields.get("q_positions")
-            start = 0 if at is None or not at.numel() else int(at.min())
-            shape = (rows, 3) if numbered and random.random() < 1 / 2 else (rows,)
             fields["prefix_lengths"] = start + self._integers(shape, longest)
+        if window is not None and self._uses("sink_tokens"):
+            fields["sink_lengths"] = start + self._integers(shape, longest)
         mask = StructuredMask(
             causal=causal,
-            window=random.randint(1, longest + 2) if self._uses("window") else None,
+            window=window,
             chunk_size=random.randint(1, longest) if self._uses("chunked") else None,
             **fields,
         )
@@ -160,9 +172,32 @@ class Draw:
             ends = [*sorted({random.randint(1, length) for _ in range(random.randint(0, 4))} - {length}), length]
             return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
-        causal = "causal" in self.features and random.random() < 1 / 2
-        window = random.randint(1, length) if self._uses("window") else None
-        return MaskLayout.packed([lengths() for _ in range(rows)], causal=causal, window=window)
+        causal, window = "causal" in self.features and random.random() < 1 / 2, self._window(length)
+        sinks = random.randint(1, length) if self._uses("sink_tokens") and "positions" in self.features else 0
+        return MaskLayout.packed(
+            [lengths() for _ in range(rows)], causal=causal, window=window, sink_tokens=sinks if window else 0
+        )
+
+    def _window(self, most: int) -> int | tuple[int, int] | None:
+        """No window, one number for both sides, or where it may be one for each."""
+        random = self.random
+        if not self._uses("window"):
+            return None
+        two = "two_sided_window" in self.features and random.random() < 1 / 2
+        return (random.randint(0, most), random.randint(0, most)) if two else random.randint(1, most)
+
+    def _tree(self, rows: int, q_len: int, kv_len: int) -> MaskLayout:
+        """Some queries and some keys of a tree or several; a node may be empty."""
+        random, length = self.random, max(q_len, kv_len) + self.random.randint(0, 6)
+        count = random.randint(1, 6)
+        cuts = [sorted(random.randint(0, length) for _ in range(count - 1)) for _ in range(rows)]
+        lengths = [[b - a for a, b in itertools.pairwise([0, *ends, length])] for ends in cuts]
+        parents = [[random.randint(-1, node - 1) for node in range(count)] for _ in range(rows)]
+        causal = "causal" in self.features and random.random() < 2 / 3
+        tree = MaskLayout.tree(parents, lengths, causal=causal, window=self._window(length))
+        first_query, first_key = random.randint(0, length - q_len), random.randint(0, length - kv_len)
+        part = tree.select_queries(slice(first_query, first_query + q_len))
+        return part.select_keys(slice(first_key, first_key + kv_len))
 
     def _part(self, rows: int, q_len: int, kv_len: int) -> MaskLayout:
         """Some queries and some keys of longer packed documents, as a rank of a sequence-parallel group has them."""

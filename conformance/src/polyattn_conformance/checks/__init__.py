@@ -13,6 +13,7 @@ from polyattn_conformance.checks import (
     rows,
     state,
     transforms,
+    trees,
     unknown,
     values,
 )
@@ -26,6 +27,7 @@ CHECKS: list[Check] = [
         unknown,
         values,
         rows,
+        trees,
         nonfinite,
         lse,
         features,

@@ -61,6 +61,15 @@ def window(trial: Trial, parameters: Window) -> None:
         trial.compare(trial.case(layout, batch=1), modes=(INFER_LSE, TRAIN))
 
 
+@check({"causal": True, "both_ways": False})
+def two_sided_window(trial: Trial, causal: bool) -> None:
+    """A window (left, right) sees so many keys before and after the query's own; None and -1 mean without a bound."""
+    for window in ((0, 0), (0, 2), (2, 0), (3, 1), (None, 1), (1, None), (-1, 0), (2**31, 1), (_LENGTH, 2**40)):
+        for q_len in (_LENGTH - 3, _LENGTH):
+            mask = StructuredMask(causal=causal, window=window)
+            trial.compare(trial.case(MaskLayout(q_len, _LENGTH, visibility=mask), batch=1), modes=(INFER_LSE, TRAIN))
+
+
 @check({"window_int32": torch.int32, "window_int64": torch.int64})
 def positions_limit(trial: Trial, dtype: torch.dtype) -> None:
     """Windows around the limit of the dtype of explicit positions overflow nowhere."""
