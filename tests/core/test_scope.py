@@ -4,7 +4,15 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import AttentionInputError, AttentionRequest, AttentionScope, MaskLayout, RopeSpec, RotaryEmbedding
+from polyattn import (
+    AttentionInputError,
+    AttentionRequest,
+    AttentionScope,
+    LayoutError,
+    MaskLayout,
+    RopeSpec,
+    RotaryEmbedding,
+)
 
 
 def request_of(**fields):
@@ -49,6 +57,21 @@ def test_a_window_narrows_the_layouts_own():
     scope = AttentionScope(MaskLayout.causal(4, window=2))
     assert scope.prepare("sdpa", request_of(), window=3).layout.visibility.window == 2
     assert scope.prepare("sdpa", request_of(), window=1).layout.visibility.window == 1
+
+
+def test_a_window_of_two_sides_is_taken_and_found_again_in_every_form():
+    scope = AttentionScope(MaskLayout.full(4))
+    first = scope.prepare("sdpa", request_of(), window=(2, 0))
+    assert first.layout.visibility.window == (2, 0)
+    assert scope.prepare("sdpa", request_of(), window=[2, 0]) is first
+    assert scope.prepare("sdpa", request_of(), window=(2, 2)) is scope.prepare("sdpa", request_of(), window=3)
+    assert scope.prepare("sdpa", request_of(), window=(-1, None)).layout is scope.layout
+
+
+@pytest.mark.parametrize("window", [(1, 2, 3), (-2, 0), (1, 0.5), 0, "wide"])
+def test_a_wrong_window_is_an_error_that_names_it(window):
+    with pytest.raises(LayoutError, match=r"window .*must be an int.*, got "):
+        AttentionScope(MaskLayout.full(4)).prepare("sdpa", request_of(), window=window)
 
 
 def test_state_prepared_for_gradients_serves_the_pass_without():

@@ -278,7 +278,7 @@ def test_the_spec_round_trips_and_requires_every_field():
         ({"num_heads": "4"}, "num_heads must be an int from 1 to 2147483647, got '4'"),
         ({"hidden_size": None, "num_heads": 0}, "hidden_size must be an int .* got None; num_heads must be an int"),
         ({"rope": rope(16)}, "rope.head_dim must equal head_dim, got rope.head_dim=16 and head_dim=8"),
-        ({"window": 0}, "window must be an int >= 1 or None, got 0"),
+        ({"window": 0}, r"window must be an int >= 1, a pair \(left, right\) of ints >= 0 .* or None, got 0"),
         ({"dropout": 1.5}, r"dropout must be a number in \[0, 1\), got 1.5"),
         ({"softcap": -1.0}, "softcap must be a positive number or None, got -1.0"),
         ({"qk_norm": "head"}, "qk_norm must be a QKNorm or None, got 'head'"),

@@ -142,7 +142,7 @@ def test_another_version_is_refused(version):
         ({"num_kv_heads": 5}, "num_heads=32 and num_kv_heads=5"),
         (
             {"window": 0, "dropout": 2.0},
-            r"window must be an int >= 1 or None, got 0; dropout must be a number in \[0, 1\)",
+            r"window must be an int >= 1, a pair \(left, right\) .*, got 0; dropout must be a number in \[0, 1\)",
         ),
         ({"head_dim": 64}, "rope.head_dim must equal head_dim, got rope.head_dim=128 and head_dim=64"),
     ],

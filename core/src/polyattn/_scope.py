@@ -19,6 +19,7 @@ from polyattn._errors import AttentionInputError, LayoutError
 from polyattn._layout import MaskLayout
 from polyattn._layout.checks import on_host
 from polyattn._layout.operations import is_placed, steps_by_one
+from polyattn._layout.windows import Window, window_sides
 from polyattn._request import AttentionRequest
 from polyattn.messages import shown
 from polyattn.rope import RotaryEmbedding, RotaryTables
@@ -106,7 +107,7 @@ class AttentionScope:
         request: AttentionRequest,
         *,
         layout: MaskLayout | None = None,
-        window: int | None = None,
+        window: Window = None,
         positions: Tensor | None = None,
         kv_positions: Tensor | None = None,
     ) -> PreparedAttention:
@@ -116,7 +117,7 @@ class AttentionScope:
             backend: a name or a backend object.
             request: what the layer asks for. State prepared with ``needs_grad`` also serves a request without.
             layout: another layout than the scope's, for instance for context keys.
-            window: the layer's window; the narrower of it and the layout's own holds.
+            window: the layer's window, an int or ``(left, right)``; the narrower of it and the layout's own holds.
             positions: Int ``[B|1, Q]``, found again by identity, by which the window measures distances over a layout
                 that does not say where its queries stand (dense, a ``mask_mod``, others without causality); see
                 :meth:`MaskLayout.with_window`.
@@ -134,10 +135,11 @@ class AttentionScope:
             check_layout_type(layout)
         if window is not None:
             places = (None, None) if positions is None or is_placed(layout) else (positions, kv_positions)
-            whole, layout = layout, self.find("window", window, layout, *places)
+            sides = window_sides(window)
+            whole, layout = layout, self.find("window", sides, layout, *places)
             if layout is None:
-                layout = _windowed(whole, window, *places)
-                self.keep("window", window, layout, whole, *places)
+                layout = _windowed(whole, sides, *places)
+                self.keep("window", sides, layout, whole, *places)
         found = self.find("attention", (resolved, request), layout)
         if found is None and "attention" in self._kept and not request.needs_grad:
             # The first pass of reentrant checkpointing runs without grad; the state of the real forward serves it.
@@ -168,7 +170,7 @@ class AttentionScope:
         return tables
 
 
-def _windowed(layout: MaskLayout, window: int, positions: Tensor | None, kv_positions: Tensor | None) -> MaskLayout:
+def _windowed(layout: MaskLayout, window: Window, positions: Tensor | None, kv_positions: Tensor | None) -> MaskLayout:
     """The layout under a window, measured by positions; by indices, without a tensor, where that is the same."""
     if positions is None:
         return layout.with_window(window)

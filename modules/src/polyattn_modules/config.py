@@ -25,7 +25,7 @@ import torch
 from polyattn import AttentionBackend, ConfigError, PolyattnError, UnsupportedAttentionError
 from polyattn.messages import listed, shown
 from polyattn.select import resolve_backend
-from polyattn_modules.fields import FIELDS, SIZES, QKNorm, Structure, problem_of
+from polyattn_modules.fields import FIELDS, SIZES, QKNorm, Structure, problem_of, written_window
 from polyattn_modules.groups import LayerGroup, check_group_keys, group_fields, read_layers
 from polyattn_modules.kind import LayerKind
 from polyattn_modules.layer import LayerAttention
@@ -96,6 +96,7 @@ class AttentionConfig(Structure):
         rope = layers[0]["rope"]
         object.__setattr__(self, "rope", {"rope_theta": rope.theta} if isinstance(rope, ShortRope) else rope)
         object.__setattr__(self, "qk_norm", resolved[0].qk_norm)
+        object.__setattr__(self, "window", resolved[0].window)
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "backend_options", dict(self.backend_options))
         object.__setattr__(self, "_default", resolved[0])
@@ -295,4 +296,4 @@ def _field(name: str, value: Any) -> Any:
     problem = "" if name in SIZES and value is None else problem_of(name, value)
     if problem:
         raise ConfigError(problem)
-    return value
+    return written_window(value) if name == "window" else value

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from polyattn import ConfigError, RopeSpec
+from polyattn import ConfigError, RopeSpec, StructuredMask
 from polyattn.messages import is_number, shortened, shown
 
 
@@ -79,6 +79,12 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_window(value: object) -> bool:
+    if not isinstance(value, (list, tuple)):
+        return _is_int(value) and value >= 1  # type: ignore[operator]
+    return len(value) == 2 and all(side is None or (_is_int(side) and side >= -1) for side in value)
+
+
 def _is_positive(value: object) -> bool:
     return is_number(value) and value > 0  # type: ignore[operator]
 
@@ -94,7 +100,8 @@ class Structure:
         v_head_dim: width of values per head.
         rope: the rotary spec, or ``None``.
         qk_norm: the norm of queries and keys, or ``None``.
-        window: keys that a query sees, itself included, or ``None`` for all.
+        window: keys that a query sees, itself included; or ``(left, right)``, how many keys before and after it,
+            where ``None`` and -1 mean all; or ``None`` for all.
         dropout: of attention weights, in training.
         bias: whether the projections of q, k and v have biases.
         output_bias: whether the output projection has one.
@@ -118,7 +125,9 @@ class Structure:
     v_head_dim: int | None = _size()
     rope: RopeSpec | None = _or_none("a RopeSpec", lambda value: isinstance(value, RopeSpec))  # noqa: RUF009
     qk_norm: QKNorm | None = _or_none("a QKNorm", lambda value: isinstance(value, QKNorm))  # noqa: RUF009
-    window: int | None = _or_none("an int >= 1", lambda value: _is_int(value) and value >= 1)
+    window: int | tuple[int | None, int | None] | None = _or_none(
+        "an int >= 1, a pair (left, right) of ints >= 0 (None or -1: no bound)", _is_window
+    )
     dropout: float = _field("a number in [0, 1)", lambda value: is_number(value) and 0 <= value < 1, default=0.0)
     bias: bool = _flag()
     output_bias: bool = _flag()
@@ -143,6 +152,11 @@ def problem_of(name: str, value: object) -> str:
     return "" if rule["holds"](value) else f"must be {rule['need']}, got {given(value)}"
 
 
+def written_window(value: Any) -> int | tuple[int | None, int | None] | None:
+    """A valid window in its one form: an int stays; a pair that says the same as an int, or as ``None``, becomes that."""
+    return StructuredMask(window=value).window if isinstance(value, (list, tuple)) else value  # type: ignore[arg-type]
+
+
 def structure_of(holder: Structure) -> dict[str, Any]:
     """The fields above of what has them, in their order."""
     return {name: getattr(holder, name) for name in FIELDS}
@@ -150,7 +164,8 @@ def structure_of(holder: Structure) -> dict[str, Any]:
 
 def given(value: object) -> str:
     """``value`` in a message: itself if it is short, else its type."""
-    return shown(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    plain = value is None or isinstance(value, (bool, int, float, str, list, tuple))
+    return shown(value) if plain else type(value).__name__
 
 
 def exact_fields(kind: type[Any], data: Any, prefix: str) -> dict[str, Any]:

@@ -134,6 +134,9 @@ def _of_rope(spec: AttentionSpec, target: str) -> Iterator[Reason]:
 def _of_the_rest(spec: AttentionSpec, target: str) -> Iterator[Reason]:
     if spec.window is not None and not TARGETS[target].windows:
         yield Reason("window", "window", f"window {spec.window}", "no window", _HINT)
+    elif isinstance(spec.window, tuple):
+        got, need = f"window {spec.window}", "one number, which its configuration can write"
+        yield Reason("two_sided_window", "two_sided_window", got, need, _HINT)
     if spec.softcap is not None:
         yield Reason("softcap", "softcap", f"softcap {spec.softcap}", "no softcap", _HINT)
     if spec.sinks:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from polyattn import ConfigError, RopeSpec
 from polyattn.messages import shown
 from polyattn.registry import readers
-from polyattn_modules.fields import FIELDS, QKNorm, Structure, exact_fields, problem_of, structure_of
+from polyattn_modules.fields import FIELDS, QKNorm, Structure, exact_fields, problem_of, structure_of, written_window
 
 
 def _required(name: str) -> Any:
@@ -54,6 +54,7 @@ class AttentionSpec(Structure):
         for name in ("dropout", "softcap", "scale"):  # one written form for equal numbers
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else float(value))
+        object.__setattr__(self, "window", written_window(self.window))
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> AttentionSpec:
@@ -78,6 +79,7 @@ class AttentionSpec(Structure):
         """The canonical JSON object."""
         own = structure_of(self)
         own["rope"] = None if self.rope is None else self.rope.to_dict()
+        own["window"] = list(self.window) if isinstance(self.window, tuple) else self.window
         own["qk_norm"] = None if self.qk_norm is None else dataclasses.asdict(self.qk_norm)
         return {"schema_version": self.SCHEMA_VERSION, **own}
 

@@ -343,6 +343,8 @@ def _window(data: Mapping[str, Any], kind: str, family: _Family) -> int | None:
     if "sliding_window" not in data:
         _fault(data, "'sliding_window' is missing; null means none")
     window: int | None = data["sliding_window"]
+    if isinstance(window, (list, tuple)):
+        _fault(data, f"sliding_window must be one int, got {shown(window)}; configurations say no window of two sides")
     if window is None and family.window == "sliding":
         _fault(data, "sliding_window must be an int, got None, although the layer is of type 'sliding_attention'")
     return window
