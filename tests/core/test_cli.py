@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from polyattn import MaskLayout
 from polyattn_cli import COMMANDS, cli
 from polyattn_cli.table import draw
 from tiny_dists import backend_source
@@ -332,6 +333,22 @@ def test_explain_for_one_backend_has_status_1_when_it_cannot(monkeypatch):
         ),
         (["explain", "causal", "--backend", "sdap"], "did you mean 'sdpa'?"),
         (["mask", "causal", "--row", "1"], "the layout has 1 batch rows, got row 1"),
+        *(
+            (
+                ["mask", "causal", "--window", wrong],
+                f"'{wrong}' must be a whole number >= 1, such as 128, or how many keys",
+            )
+            for wrong in ("0", "-1", "wide", "1,2,3", "-2,0", "1,")
+        ),
+        (["mask", "causal", "--sink-tokens", "2"], "--sink-tokens means nothing without --window, which hides them"),
+        (["mask", "tree", "--lengths", "3"], "the layout tree needs --parents"),
+        (["mask", "tree", "--lengths", "3", "--parents", "0"], "parents must each be an earlier node or -1 for a root"),
+        (["mask", "tree", "--lengths", "9", "--q-len", "9"], "--q-len means nothing for the layout tree; leave it out"),
+        (
+            ["mask", "shared_prefix", "--prefix", "3,4", "--lengths", "2"],
+            "--prefix must be one number for the layout shared_prefix, got [3, 4]",
+        ),
+        (["mask", "block_causal"], "the layout block_causal needs --block-size"),
         (["mask", "causal", "--q-len", "1000000"], "65536 queries x 65536 keys, got 1000000 x 1000000; draw a shorter"),
         (["mask", "causal", "--q-len", "0", "--kv-len", "99999999"], "got 0 x 99999999; draw a shorter one"),
         (["mask", "packed", "--lengths", "1000000,2"], "got 1000002 x 1000002; draw a shorter one"),
@@ -364,6 +381,11 @@ def test_bad_input_is_one_clear_message_with_status_2(arguments, said):
         ["packed", "--lengths", "2,3", "--bidirectional"],
         ["prefix_lm", "--prefix", "2", "--q-len", "4"],
         ["chunked", "--chunk-size", "2", "--q-len", "5"],
+        ["causal", "--window", "2", "--sink-tokens", "2"],
+        ["packed", "--lengths", "2,3", "--window", "-1,1", "--sink-tokens", "2", "--bidirectional"],
+        ["tree", "--parents", "-1,0,0", "--lengths", "2,1,3", "--bidirectional"],
+        ["shared_prefix", "--prefix", "2", "--lengths", "1,3"],
+        ["block_causal", "--block-size", "2", "--q-len", "3", "--kv-len", "5"],
     ],
 )
 def test_mask_draws_every_kind_of_layout(arguments):
@@ -373,8 +395,33 @@ def test_mask_draws_every_kind_of_layout(arguments):
     assert polyattn("explain", *[argument for argument in arguments if argument not in {"--row", "1"}]).exit_code == 0
 
 
-def test_mask_writes_a_picture(tmp_path):
-    result = polyattn("mask", "causal", "--out", tmp_path / "mask.png")
+@pytest.mark.parametrize(
+    ("arguments", "layout"),
+    [
+        (
+            ["tree", "--parents", "-1,0,1,0", "--lengths", "3,2,2,3", "--window", "2,0"],
+            MaskLayout.tree([-1, 0, 1, 0], [3, 2, 2, 3], window=(2, 0)),
+        ),
+        (["shared_prefix", "--prefix", "3", "--lengths", "2,0,4"], MaskLayout.shared_prefix(3, [2, 0, 4])),
+        (["block_causal", "--block-size", "3", "--q-len", "4", "--kv-len", "8"], MaskLayout.block_causal(3, 4, 8)),
+        (
+            ["causal", "--q-len", "8", "--window", "3", "--sink-tokens", "2"],
+            MaskLayout.causal(8, window=3, sink_tokens=2),
+        ),
+        (
+            ["packed", "--lengths", "3,5", "--window", "2", "--sink-tokens", "1"],
+            MaskLayout.packed([3, 5], window=2, sink_tokens=1),
+        ),
+        (["full", "--q-len", "5", "--window", "-1,1"], MaskLayout.full(5).with_window((None, 1))),
+    ],
+)
+def test_mask_draws_the_layout_that_the_words_mean(arguments, layout):
+    assert polyattn("mask", *arguments).stdout == f"{layout.describe()}\n{layout.draw()}\n"
+
+
+@pytest.mark.parametrize("kind", [["causal"], ["tree", "--parents", "-1,0,0", "--lengths", "9,4,6"]])
+def test_mask_writes_a_picture(tmp_path, kind):
+    result = polyattn("mask", *kind, "--out", tmp_path / "mask.png")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
 

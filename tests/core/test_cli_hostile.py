@@ -65,7 +65,7 @@ def test_a_message_is_short_however_long_the_argument(arguments, refused):
 )
 @pytest.mark.parametrize("command", ["mask", "explain", "bench"])
 def test_a_layout_that_does_not_fit_into_memory_is_refused_with_its_sizes(command, error, said, refused, monkeypatch):
-    def full(*_arguments):
+    def full(*_arguments, **_options):
         raise error
 
     monkeypatch.setattr(MaskLayout, "causal", full)
@@ -85,7 +85,7 @@ def test_a_picture_that_cannot_be_written_whole_leaves_the_old_one(refused, tmp_
     pytest.importorskip("matplotlib")
     (tmp_path / "mask.png").write_text("mine")
 
-    def full(*_arguments):
+    def full(*_arguments, **_options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.replace", full)

@@ -19,11 +19,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Kind of layout -> the options that it understands; any other one is refused.
 KINDS = {
     "full": {"q_len", "kv_len"},
-    "causal": {"q_len", "kv_len"},
+    "causal": {"q_len", "kv_len", "sink_tokens"},
     "padded": {"q_len", "kv_len", "lengths", "side", "bidirectional"},
-    "packed": {"lengths", "bidirectional"},
+    "packed": {"lengths", "bidirectional", "sink_tokens"},
     "prefix_lm": {"q_len", "kv_len", "prefix"},
     "chunked": {"q_len", "kv_len", "chunk_size", "bidirectional"},
+    "tree": {"parents", "lengths", "bidirectional"},
+    "shared_prefix": {"prefix", "lengths"},
+    "block_causal": {"q_len", "kv_len", "block_size"},
 }
 
 
@@ -32,16 +35,37 @@ LARGEST = 2**31 - 1
 COUNT = click.IntRange(0, LARGEST)
 
 
-def _ints(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
+def _numbers(value: str) -> list[int]:
+    """The whole numbers in a text, none where it holds anything else."""
     try:
-        numbers = None if value is None else [int(part) for part in value.split(",")]
+        return [int(part) for part in value.split(",")]
     except ValueError:
-        raise click.BadParameter(
-            f"{shown(value)} must be whole numbers with commas between them, such as 3,5,8"
-        ) from None
-    if numbers and sum(map(abs, numbers)) > LARGEST:
+        return []
+
+
+def _ints(_: click.Context, __: click.Parameter, value: str | None) -> list[int] | None:
+    if value is None:
+        return None
+    numbers = _numbers(value)
+    if not numbers:
+        raise click.BadParameter(f"{shown(value)} must be whole numbers with commas between them, such as 3,5,8")
+    if sum(map(abs, numbers)) > LARGEST:
         raise click.BadParameter(f"{shown(value)} must add up to at most {LARGEST}")
     return numbers
+
+
+def _window(_: click.Context, __: click.Parameter, value: str | None) -> int | tuple[int, int] | None:
+    if value is None:
+        return None
+    match _numbers(value):
+        case [window] if window >= 1:
+            return window
+        case [left, right] if min(left, right) >= -1:
+            return left, right
+    raise click.BadParameter(
+        f"{shown(value)} must be a whole number >= 1, such as 128, or how many keys are seen before and after a query, "
+        "such as 128,0 (-1: all)"
+    )
 
 
 _OPTIONS = (
@@ -52,15 +76,36 @@ _OPTIONS = (
         "--lengths",
         callback=_ints,
         metavar="N,N,...",
-        help="padded: valid keys of each batch row; packed: documents of a row.",
+        help="padded: valid keys of each batch row; packed: documents of a row; tree: nodes; shared_prefix: responses.",
     ),
     click.option("--side", type=click.Choice(["left", "right"]), help="padded: where the padding is."),
-    click.option("--prefix", callback=_ints, metavar="N,N,...", help="prefix_lm: prefix of each batch row."),
-    click.option("--chunk-size", type=click.IntRange(1), help="chunked: positions in a chunk."),
     click.option(
-        "--bidirectional", is_flag=True, default=None, help="padded, packed, chunked: later keys are seen too."
+        "--parents",
+        callback=_ints,
+        metavar="N,N,...",
+        help="tree: for each node the number of the one before it, from 0; -1 for a root.",
     ),
-    click.option("--window", type=click.IntRange(1), help="Keys that a query sees at most, its own included."),
+    click.option(
+        "--prefix",
+        callback=_ints,
+        metavar="N,N,...",
+        help="prefix_lm: prefix of each batch row; shared_prefix: what all responses share.",
+    ),
+    click.option("--chunk-size", type=click.IntRange(1), help="chunked: positions in a chunk."),
+    click.option("--block-size", type=click.IntRange(1, LARGEST), help="block_causal: tokens in a block."),
+    click.option(
+        "--bidirectional",
+        is_flag=True,
+        default=None,
+        help="padded, packed, chunked: later keys are seen too; tree: those of the same node.",
+    ),
+    click.option(
+        "--window",
+        callback=_window,
+        metavar="N|L,R",
+        help="Keys that a query sees at most, its own included; or how many before and after it, -1 for all.",
+    ),
+    click.option("--sink-tokens", type=COUNT, help="causal, packed: first keys that --window does not hide."),
 )
 
 
@@ -85,7 +130,7 @@ def layout_options(command: _Function) -> _Function:
 
 
 def _too_large(given: dict[str, Any]) -> str:
-    sizes = {_flag(name): given[name] for name in ("q_len", "kv_len", "lengths", "chunk_size") if given[name]}
+    sizes = {_flag(name): given[name] for name in ("q_len", "kv_len", "prefix", "lengths", "chunk_size") if given[name]}
     got = ", ".join(f"{flag} {shown(value)}" for flag, value in sizes.items()) or "its default sizes"
     return f"the layout must fit into memory, got {got}; give fewer queries and keys"
 
@@ -95,7 +140,7 @@ def build(
     *,
     q_len: int | None,
     kv_len: int | None,
-    window: int | None,
+    window: int | tuple[int, int] | None,
     default_len: int,
     check_size: Callable[[int, int], None] = lambda queries, keys: None,
     **given: Any,
@@ -121,30 +166,40 @@ def build(
     foreign = [_flag(name) for name, value in set_options.items() if value is not None and name not in KINDS[kind]]
     if foreign:
         raise click.UsageError(f"{', '.join(foreign)} means nothing for the layout {kind}; leave it out")
+    if given["sink_tokens"] and window is None:
+        raise click.UsageError("--sink-tokens means nothing without --window, which hides them; give both or neither")
 
     def needed(name: str) -> Any:
         if given[name] is None:
             raise click.UsageError(f"the layout {kind} needs {_flag(name)}")
         return given[name]
 
-    causal = not given["bidirectional"]
+    def one(name: str) -> int:
+        numbers = needed(name)
+        if len(numbers) != 1:
+            raise click.UsageError(f"{_flag(name)} must be one number for the layout {kind}, got {shown(numbers)}")
+        return int(numbers[0])
+
+    causal, sinks = not given["bidirectional"], given["sink_tokens"] or 0
     keys = kv_len if kv_len is not None else (q_len if q_len is not None else default_len)
-    if kind == "packed":
-        keys = sum(needed("lengths"))
+    if "q_len" not in KINDS[kind]:
+        keys = sum(needed("lengths")) + (one("prefix") if kind == "shared_prefix" else 0)
     queries = q_len if q_len is not None else keys
     check_size(queries, keys)
-    if kind == "padded":
-        layout = MaskLayout.padded(
+    made: dict[str, Callable[[], MaskLayout]] = {
+        "full": lambda: MaskLayout.full(queries, keys),
+        "causal": lambda: MaskLayout.causal(queries, keys, sink_tokens=sinks),
+        "padded": lambda: MaskLayout.padded(
             lengths=needed("lengths"), kv_len=keys, q_len=q_len, side=given["side"] or "right", causal=causal
-        )
-    elif kind == "packed":
-        layout = MaskLayout.packed(needed("lengths"), causal=causal)
-    elif kind == "prefix_lm":
-        layout = MaskLayout.prefix_lm(needed("prefix"), queries, keys)
-    elif kind == "chunked":
-        layout = MaskLayout.chunked(needed("chunk_size"), queries, keys, causal=causal)
-    else:
-        layout = MaskLayout.causal(queries, keys) if kind == "causal" else MaskLayout.full(queries, keys)
+        ),
+        "packed": lambda: MaskLayout.packed(needed("lengths"), causal=causal, sink_tokens=sinks),
+        "prefix_lm": lambda: MaskLayout.prefix_lm(needed("prefix"), queries, keys),
+        "chunked": lambda: MaskLayout.chunked(needed("chunk_size"), queries, keys, causal=causal),
+        "tree": lambda: MaskLayout.tree(needed("parents"), needed("lengths"), causal=causal),
+        "shared_prefix": lambda: MaskLayout.shared_prefix(one("prefix"), needed("lengths")),
+        "block_causal": lambda: MaskLayout.block_causal(needed("block_size"), queries, keys),
+    }
+    layout = made[kind]()
     return layout if window is None else layout.with_window(window)
 
 

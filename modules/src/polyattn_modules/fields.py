@@ -153,7 +153,7 @@ def problem_of(name: str, value: object) -> str:
 
 
 def written_window(value: Any) -> int | tuple[int | None, int | None] | None:
-    """A valid window in its one form: an int stays; a pair that says the same as an int, or as ``None``, becomes that."""
+    """A valid window in its one form: an int stays; a pair that says the same as an int or ``None`` becomes that."""
     return StructuredMask(window=value).window if isinstance(value, (list, tuple)) else value  # type: ignore[arg-type]
 
 
