@@ -7,13 +7,15 @@ tokens of the blocks. A query of block n sees
 * the context before the block's anchor, the position where the block starts, and
 * its own block, in both directions,
 
-and nothing of other blocks. ``python block_diffusion.py`` draws one and attends to it on every installed backend.
+and nothing of other blocks. That is a tree: the context, split at the anchors into a chain of nodes, and each block
+on the node that ends at its anchor. Nodes are seen whole, both ways, and the context's own queries are left out.
+``python block_diffusion.py`` draws one and attends to it on every installed backend.
 """
 
 # ruff: noqa: INP001 - a script, run by its path
 from __future__ import annotations
 
-import dataclasses
+import itertools
 
 import click
 import torch
@@ -23,32 +25,6 @@ import polyattn
 from polyattn import AttentionRequest, MaskLayout
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class BlockDiffusionMask:
-    """A ``mask_mod``, which pickles, as a nested function would not: whether query ``q`` of row ``b`` sees key ``k``.
-
-    Attributes:
-        anchors: Int ``[B, N]``.
-        block_size: tokens of a block.
-        context_len: C.
-        context_valid: Bool ``[B, C]``, where a context token exists, or ``None``.
-    """
-
-    anchors: Tensor
-    block_size: int
-    context_len: int
-    context_valid: Tensor | None = None
-
-    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Indices of any shapes that broadcast to one Bool tensor."""
-        block = q // self.block_size
-        in_context = k < torch.minimum(self.anchors[b, block], k.new_tensor(self.context_len))
-        if self.context_valid is not None and self.context_len:
-            in_context = in_context & self.context_valid[b, k.clamp(max=self.context_len - 1)]
-        in_block = (k >= self.context_len) & ((k - self.context_len) // self.block_size == block)
-        return in_context | in_block
-
-
 def block_diffusion(
     anchors: Tensor,
     block_size: int,
@@ -56,9 +32,8 @@ def block_diffusion(
     *,
     context_valid: Tensor | None = None,
     block_valid: Tensor | None = None,
-    dense: bool = False,
 ) -> MaskLayout:
-    """The layout of N blocks behind C context tokens.
+    """The layout of N blocks behind C context tokens; the values of ``anchors`` are read on the host.
 
     Args:
         anchors: Int ``[B, N]``, how many context tokens come before each block; those of padding blocks do not matter.
@@ -66,8 +41,6 @@ def block_diffusion(
         context_len: C.
         context_valid: Bool ``[B, C]``, where a context token exists.
         block_valid: Bool ``[B, N]``, False for blocks that only pad the row: their queries see nothing.
-        dense: whether to write the mask out, ``[B, 1, N * block_size, C + N * block_size]``, for backends that take no
-            ``mask_mod``.
 
     Raises:
         ValueError: ``anchors`` is not an integer matrix, a size is too small, or a mask of validity has another form.
@@ -85,14 +58,25 @@ def block_diffusion(
     ):
         if valid is not None and (valid.dtype is not torch.bool or tuple(valid.shape) != shape):
             raise ValueError(f"{name} must be Bool{list(shape)}, got {valid.dtype} {tuple(valid.shape)}")
-    queries, keys = blocks * block_size, context_len + blocks * block_size
+    rows = [_nodes(row, block_size, context_len) for row in anchors.clamp(0, context_len).tolist()]
+    tree = MaskLayout.tree([parents for parents, _ in rows], [lengths for _, lengths in rows], causal=False)
+    layout = tree.select_queries(slice(context_len, None)).to(anchors.device)
+    if context_valid is None and block_valid is None:
+        return layout
     active = None if block_valid is None else block_valid.repeat_interleave(block_size, 1)
-    mask = BlockDiffusionMask(anchors, block_size, context_len, context_valid)
-    if not dense:
-        return MaskLayout.from_mod(mask, q_len=queries, kv_len=keys, batch=batch, active_queries=active)
-    row, q, k = (torch.arange(n, device=anchors.device) for n in (batch, queries, keys))
-    visible = mask(row[:, None, None], row.new_zeros(()), q[:, None], k)
-    return MaskLayout.dense(visible[:, None], active_queries=active)
+    own = torch.ones(batch, blocks * block_size, dtype=torch.bool, device=anchors.device)
+    before = own.new_ones(batch, context_len) if context_valid is None else context_valid
+    keys = torch.cat((before, own), 1)
+    return layout & MaskLayout.padded(keys, q_len=own.shape[1], causal=False, active_queries=active)
+
+
+def _nodes(anchors: list[int], block_size: int, context_len: int) -> tuple[list[int], list[int]]:
+    """The parents and lengths of the nodes of one row: the pieces of its context, then its blocks."""
+    ends = sorted({0, context_len, *anchors})
+    ending_at = {end: node for node, end in enumerate(ends, -1)}  # no piece ends at 0: a block there is a root
+    pieces = [stop - start for start, stop in itertools.pairwise(ends)]
+    parents = [*range(-1, len(pieces) - 1), *(ending_at[anchor] for anchor in anchors)]
+    return parents, pieces + [block_size] * len(anchors)
 
 
 def draft_positions(anchors: Tensor, block_size: int) -> Tensor:

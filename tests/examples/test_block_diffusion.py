@@ -1,4 +1,4 @@
-"""The mask of block-diffusion drafts: two forms and a plain loop agree, and every backend isolates the blocks."""
+"""The mask of block-diffusion drafts: the tree is what a plain loop says, and backends isolate the blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import AttentionScope, GroupedQueryAttention, MaskLayout, RopeSpec, UnsupportedAttentionError
+from polyattn import AttentionScope, GroupedQueryAttention, MaskLayout, RopeSpec
 
 # It is not a part of the workspace, so it is not installed.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "block_diffusion"))
@@ -41,9 +41,9 @@ def case(request):
     return torch.tensor(anchors), size, context, valid, None if blocks is None else torch.tensor(blocks)
 
 
-def layout_of(case, *, dense):
+def layout_of(case):
     anchors, size, context, valid, blocks = case
-    return block_diffusion(anchors, size, context, context_valid=valid, block_valid=blocks, dense=dense)
+    return block_diffusion(anchors, size, context, context_valid=valid, block_valid=blocks)
 
 
 def by_loop(case):
@@ -63,21 +63,19 @@ def by_loop(case):
     return seen
 
 
-@pytest.mark.parametrize("dense", [False, True])
-def test_both_forms_are_what_a_plain_loop_says(case, dense):
-    layout = layout_of(case, dense=dense)
-    assert torch.equal(layout.to_dense(), by_loop(case))
+def test_it_is_what_a_plain_loop_says(case):
+    assert torch.equal(layout_of(case).to_dense(), by_loop(case))
 
 
-def test_the_function_itself_agrees_with_the_written_mask(case):
-    want = layout_of(case, dense=True).to_dense()
-    mod = layout_of(case, dense=False).to_mask_mod()
-    _, _, queries, keys = want.shape
-    for b in range(len(want)):
-        got = torch.stack(
-            [torch.stack([mod(*map(torch.tensor, (b, 0, q, k))) for k in range(keys)]) for q in range(queries)]
-        )
-        assert torch.equal(got, want[b, 0])
+def test_it_has_blocks_that_hold_every_visible_pair_and_no_other(case):
+    layout = layout_of(case)
+    bands, seen = layout.to_bands(), torch.zeros_like(by_loop(case))
+    for row, q_start, q_stop, k_start, k_stop, low, high in bands.tolist():
+        distance = torch.arange(q_stop - q_start)[:, None] - torch.arange(k_stop - k_start)
+        seen[row, 0, q_start:q_stop, k_start:k_stop] |= (low <= distance) & (distance <= high)
+    if layout.active_queries is not None:  # a table may cover inactive queries
+        seen &= layout.active_queries[:, None, :, None]
+    assert torch.equal(seen, by_loop(case))
 
 
 def tensors_of(layout, batch):
@@ -87,21 +85,16 @@ def tensors_of(layout, batch):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_backend_gives_the_same_rows_from_either_form(case, name):
-    backend = polyattn.backends.resolve(name, BACKENDS[name])
-    outputs = []
-    for dense in (False, True):
-        layout = layout_of(case, dense=dense)
-        outputs.append(polyattn.attention(*tensors_of(layout, len(case[0])), layout, backend=backend).output)
-    want = polyattn.attention(*tensors_of(layout, len(case[0])), layout, backend="eager").output
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(outputs[0], want, rtol=1e-5, atol=1e-6)
+def test_every_backend_gives_the_rows_of_the_dense_rule(case, name):
+    backend, tensors = polyattn.backends.resolve(name, BACKENDS[name]), tensors_of(layout_of(case), len(case[0]))
+    want = polyattn.attention(*tensors, MaskLayout.dense(by_loop(case)), backend="eager").output
+    got = polyattn.attention(*tensors, layout_of(case), backend=backend).output
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_block_never_feels_another_block_or_the_context_behind_its_anchor(name, dense):
-    layout = block_diffusion(torch.tensor([[2, 5, 8]]), 3, 8, dense=dense)
+def test_a_block_never_feels_another_block_or_the_context_behind_its_anchor(name):
+    layout = block_diffusion(torch.tensor([[2, 5, 8]]), 3, 8)
     backend = polyattn.backends.resolve(name, BACKENDS[name])
     q, k, v = (x.requires_grad_() for x in tensors_of(layout, 1))
     output = polyattn.attention(q, k, v, layout, backend=backend).output
@@ -114,10 +107,21 @@ def test_a_block_never_feels_another_block_or_the_context_behind_its_anchor(name
     assert not q.grad[:, :, 6:].any()
 
 
-def test_structured_kernels_refuse_it_by_name():
-    layout = block_diffusion(torch.tensor([[2]]), 3, 8)
-    with pytest.raises(UnsupportedAttentionError, match="mask_mod"):
-        polyattn.attention(*tensors_of(layout, 1), layout, backend="fa")
+def test_sdpa_walks_its_blocks_and_fa_has_nothing_against_it():
+    layout = block_diffusion(torch.arange(32, 512, 32)[None], 32, 512)
+    q, k, v = tensors_of(layout, 1)
+    sdpa = polyattn.backends.get("sdpa")
+    prepared = sdpa.prepare(layout, polyattn.AttentionRequest.of(q, k, v))
+    assert sdpa.describe(prepared) == "fused calls over 30 blocks, up to 2 runs of keys for a query"
+    reasons = polyattn.explain(layout, polyattn.AttentionRequest.of(q, k, v)).candidates["fa"]
+    assert {reason.feature for reason in reasons} <= {"device", "kernel", "float32"}
+
+
+def test_a_window_of_a_layer_counts_positions_of_the_text():
+    layout = block_diffusion(torch.tensor([[2, 5]]), 2, 6)
+    at = torch.cat((torch.arange(6)[None], draft_positions(torch.tensor([[2, 5]]), 2)), 1)
+    near = (draft_positions(torch.tensor([[2, 5]]), 2)[:, :, None] - at[:, None]).abs() < 3
+    assert torch.equal(layout.with_window(3).to_dense(), layout.to_dense() & near[:, None])
 
 
 ROPE = RopeSpec(
@@ -132,13 +136,12 @@ ROPE = RopeSpec(
 )
 
 
-@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_in_a_layer_a_block_is_drafted_as_if_it_were_alone(name, dense):
+def test_in_a_layer_a_block_is_drafted_as_if_it_were_alone(name):
     torch.manual_seed(0)
     layer = GroupedQueryAttention(32, 4, 2, rope=ROPE, backend=name, backend_options=BACKENDS[name])
     context, hidden, anchors = torch.randn(1, 8, 32), torch.randn(1, 9, 32), torch.tensor([[2, 5, 8]])
-    scope = AttentionScope(block_diffusion(anchors, 3, 8, dense=dense))
+    scope = AttentionScope(block_diffusion(anchors, 3, 8))
     all_positions = torch.arange(8)[None]
     got = layer(hidden, scope, draft_positions(anchors, 3), context, kv_positions=all_positions)
     for block, anchor in enumerate(anchors[0].tolist()):
@@ -151,19 +154,16 @@ def test_in_a_layer_a_block_is_drafted_as_if_it_were_alone(name, dense):
 
 def test_garbage_in_padding_reaches_nothing():
     anchors, valid = torch.tensor([[4, 2]]), torch.tensor([[True] * 3 + [False] * 2])
-    for dense in (False, True):
-        layout = block_diffusion(
-            anchors, 2, 5, context_valid=valid, block_valid=torch.tensor([[True, False]]), dense=dense
-        )
-        q, k, v = tensors_of(layout, 1)
-        want = polyattn.attention(q, k, v, layout, backend="sdpa").output
-        for x in (k, v):
-            x[:, :, 3:5] = torch.nan
-            x[:, :, 7:] = torch.nan
-        q[:, :, 2:] = torch.nan
-        got = polyattn.attention(q, k, v, layout, backend="sdpa").output
-        assert torch.equal(got, want)
-        assert not got[:, :, 2:].any()
+    layout = block_diffusion(anchors, 2, 5, context_valid=valid, block_valid=torch.tensor([[True, False]]))
+    q, k, v = tensors_of(layout, 1)
+    want = polyattn.attention(q, k, v, layout, backend="sdpa").output
+    for x in (k, v):
+        x[:, :, 3:5] = torch.nan
+        x[:, :, 7:] = torch.nan
+    q[:, :, 2:] = torch.nan
+    got = polyattn.attention(q, k, v, layout, backend="sdpa").output
+    assert torch.equal(got, want)
+    assert not got[:, :, 2:].any()
 
 
 def test_a_layout_of_it_travels_to_a_worker():
@@ -184,7 +184,6 @@ def test_wrong_arguments_are_named(arguments, text):
         block_diffusion(*arguments)
 
 
-@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize(
     ("name", "valid", "text"),
     [
@@ -194,9 +193,9 @@ def test_wrong_arguments_are_named(arguments, text):
         ("block_valid", torch.ones(2, 3).bool(), r"block_valid must be Bool\[2, 1\], got torch.bool \(2, 3\)"),
     ],
 )
-def test_validity_of_another_shape_or_dtype_is_refused(name, valid, text, dense):
+def test_validity_of_another_shape_or_dtype_is_refused(name, valid, text):
     with pytest.raises(ValueError, match=text):
-        block_diffusion(torch.tensor([[2], [5]]), 3, 8, **{name: valid}, dense=dense)
+        block_diffusion(torch.tensor([[2], [5]]), 3, 8, **{name: valid})
 
 
 def test_the_example_runs(capsys, monkeypatch):
