@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from polyattn._backend import AttentionResult
+from polyattn._boundary import check_layout_type
 from polyattn._derivatives import transforming
 from polyattn._errors import AttentionInputError
 from polyattn._features import features_of, missing_abilities
@@ -38,6 +39,7 @@ __all__ = [
     "accumulation_dtype",
     "apply_sinks",
     "autocast_dtype",
+    "check_layout_type",
     "features_of",
     "finished",
     "fully_masked_rows",

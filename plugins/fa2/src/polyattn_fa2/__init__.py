@@ -1,5 +1,9 @@
-"""The ``fa`` backend: FlashAttention-2, by the package flash_attn or by torch itself."""
+"""The ``fa`` backend: FlashAttention-2, by the package flash_attn or by torch itself.
+
+:func:`cu_seqlens` gives a layout as the arguments of a varlen call to who makes that call directly.
+"""
 
 from polyattn_fa2._backend import FlashBackend, FlashOptions
+from polyattn_fa2._varlen import VarlenCall, cu_seqlens
 
-__all__ = ["FlashBackend", "FlashOptions"]
+__all__ = ["FlashBackend", "FlashOptions", "VarlenCall", "cu_seqlens"]

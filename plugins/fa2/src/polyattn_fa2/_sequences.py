@@ -191,11 +191,8 @@ def _joined(groups: list[tuple[WindowSize, int, Tensor]], q_rows: int, k_rows: i
     for (left, right), part, pieces in groups:
         _, q_sizes, more, _, k_sizes = pieces.unbind(1)
         padded = q_sizes + more
-        max_seqlen_q, max_seqlen_k = int(padded.max()), int(k_sizes.max())
-        if right > 0 or (left >= 0 and right < 0):
-            # The kernels take a side of max_seqlen_k or more for unbounded, and an unbounded one beside a bounded one
-            # for max_seqlen_k: wrong for a query farther than that before its last key, unless max_seqlen_k says so.
-            max_seqlen_k = max(max_seqlen_k, max_seqlen_q - 1)
+        max_seqlen_q = int(padded.max())
+        max_seqlen_k = max_keys(max_seqlen_q, int(k_sizes.max()), (left, right))
         totals = (int(q_sizes.sum()), int(padded.sum()), int(k_sizes.sum()))
         flags = (int(all_queries), int(all_keys), int(shared), part)
         calls.append(Call(*totals, len(pieces), max_seqlen_q, max_seqlen_k, left, right, *flags))
@@ -211,6 +208,16 @@ def _joined(groups: list[tuple[WindowSize, int, Tensor]], q_rows: int, k_rows: i
         torch.cat(slots) if bool(fillers.any()) else nothing.clone(),
         nothing.clone() if all_keys else _ranges(k_start, keys),
     )
+
+
+def max_keys(queries: int, keys: int, size: WindowSize) -> int:
+    """The ``max_seqlen_k`` of a call whose longest sequences have so many queries and keys.
+
+    The kernels take a side of ``max_seqlen_k`` or more for unbounded, and an unbounded one beside a bounded one for
+    ``max_seqlen_k``: wrong for a query farther than that before its last key, unless ``max_seqlen_k`` says so.
+    """
+    left, right = size
+    return max(keys, queries - 1) if right > 0 or (left >= 0 and right < 0) else keys
 
 
 def _table(calls: list[Call]) -> Tensor:

@@ -20,11 +20,10 @@ from polyattn import (
 )
 from polyattn.kernels import accumulation_dtype, finished, fully_masked_rows, shut_out, unseen_keys
 from polyattn_flex import _reasons
-from polyattn_flex._blocks import TILE, Blocks, from_ranges, from_rows
+from polyattn_flex._block_mask import of_intervals
+from polyattn_flex._blocks import TILE, Blocks, from_rows
 from polyattn_flex._options import FlexOptions
 
-#: Of keys that a query sees; a partial tile evaluates all of them for each of its elements.
-MAX_RUNS = 16
 #: The matrix instructions of the CUDA kernels take no narrower operand.
 _LEAST_WIDTH = 16
 
@@ -97,14 +96,9 @@ class FlexBackend(BackendBase):
             if not torch.compiler.is_compiling():  # Dynamo cannot trace a warning
                 _warn_uncompiled()
             return FlexPlan(dense=layout.to_dense(device), rows=rows, keys=keys)
-        intervals = layout.key_intervals(max_runs=MAX_RUNS)
-        if intervals is not None:
-            start, stop = intervals.unbind(-1)
-            blocks = from_ranges(start, stop, layout.kv_len, backward=backward).to(device)
-            # A kernel of inductor knows tensors by their strides, which a view of one query keeps through a copy.
-            ends = intervals.flatten(2).unbind(-1)
-            ranges = tuple(torch.empty(x.shape, dtype=torch.int32, device=device).copy_(x) for x in ends)
-            return FlexPlan(blocks, ranges=ranges, rows=rows, keys=keys)
+        found = of_intervals(layout, device, backward=backward)
+        if found is not None:
+            return FlexPlan(found[0], ranges=found[1], rows=rows, keys=keys)
         if not _reasons.on_cpu(device) and not isinstance(layout.visibility, Tensor) and not request.has_bias:
             read = functools.partial(layout.dense_rows, device=device)
             return FlexPlan(from_rows(read, layout.q_len, backward=backward), rows=rows, keys=keys)

@@ -1,4 +1,4 @@
-"""The block table of a mask: which tiles of 128 queries and 128 keys a kernel visits.
+"""The block table of a mask: which tiles of queries and keys a kernel visits, 128 of each unless others are asked for.
 
 A tile is *full* when every query in it sees every key in it, *partial* when some do; a kernel evaluates the mask in
 partial tiles only and never visits the rest. Tiles that stick out over the last query or key are never full, as in
@@ -20,7 +20,7 @@ TILE = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blocks:
-    """The tiles to visit, in rows of R = ceil(Q / 128) query tiles and C = ceil(K / 128) key tiles.
+    """The tiles to visit, in rows of R = ceil(Q / tile) query tiles and C = ceil(K / tile) key tiles.
 
     Attributes:
         partial_count: ``Int32[B|1, H|1, R]``.
@@ -49,12 +49,7 @@ class Blocks:
         return Blocks(*(x.to(device) for x in self.tensors()))
 
 
-def tiles(length: int) -> int:
-    """How many tiles ``length`` queries or keys take."""
-    return -(-length // TILE)
-
-
-def from_ranges(start: Tensor, stop: Tensor, kv_len: int, *, backward: bool) -> Blocks:
+def from_ranges(start: Tensor, stop: Tensor, kv_len: int, *, backward: bool, tile: int = TILE) -> Blocks:
     """The table of a mask in which each query sees some runs of keys, of which no two touch.
 
     Time and memory are linear in the runs of all queries plus the number of tiles.
@@ -64,10 +59,11 @@ def from_ranges(start: Tensor, stop: Tensor, kv_len: int, *, backward: bool) -> 
         stop: ``Int64[B, Q, runs]``, the key after its last one; a run with ``stop <= start`` is empty.
         kv_len: K.
         backward: whether the backward kernel will run.
+        tile: queries and keys of a tile.
     """
     batch, q_len, runs = start.shape
-    rows, columns = tiles(q_len), tiles(kv_len)
-    row = torch.arange(q_len, device=start.device).div(TILE, rounding_mode="floor") * (columns + 1)
+    rows, columns = -(-q_len // tile), -(-kv_len // tile)
+    row = torch.arange(q_len, device=start.device).div(tile, rounding_mode="floor") * (columns + 1)
     row = row.repeat_interleave(runs)
     start, stop = start.flatten(1), stop.flatten(1)
 
@@ -80,12 +76,12 @@ def from_ranges(start: Tensor, stop: Tensor, kv_len: int, *, backward: bool) -> 
 
     live = stop > start
     first, last = torch.where(live, start, 0), torch.where(live, stop, 0)
-    touched = queries_in(first // TILE, (last + TILE - 1) // TILE) > 0
-    full = queries_in((first + TILE - 1) // TILE, last // TILE) == TILE
+    touched = queries_in(first // tile, (last + tile - 1) // tile) > 0
+    full = queries_in((first + tile - 1) // tile, last // tile) == tile
     return _table(touched, full, backward=backward)
 
 
-def from_rows(rows: Callable[[int, int], Tensor], q_len: int, *, backward: bool) -> Blocks:
+def from_rows(rows: Callable[[int, int], Tensor], q_len: int, *, backward: bool, tile: int = TILE) -> Blocks:
     """The table of any mask.
 
     Args:
@@ -93,14 +89,15 @@ def from_rows(rows: Callable[[int, int], Tensor], q_len: int, *, backward: bool)
             tiles at a time, so that nothing of size Q x K is needed.
         q_len: Q.
         backward: whether the backward kernel will run.
+        tile: queries and keys of a tile.
     """
     counts = []
-    for start in range(0, q_len, TILE):
-        by_key = rows(start, min(start + TILE, q_len)).sum(2, keepdim=True, dtype=torch.int32)
-        by_key = F.pad(by_key, (0, tiles(by_key.shape[3]) * TILE - by_key.shape[3]))
-        counts.append(by_key.unflatten(3, (-1, TILE)).sum(-1, dtype=torch.int32))
+    for start in range(0, q_len, tile):
+        by_key = rows(start, min(start + tile, q_len)).sum(2, keepdim=True, dtype=torch.int32)
+        by_key = F.pad(by_key, (0, -by_key.shape[3] % tile))
+        counts.append(by_key.unflatten(3, (-1, tile)).sum(-1, dtype=torch.int32))
     visible = torch.cat(counts, 2)
-    return _table(visible > 0, visible == TILE * TILE, backward=backward)
+    return _table(visible > 0, visible == tile * tile, backward=backward)
 
 
 def _table(touched: Tensor, full: Tensor, *, backward: bool) -> Blocks:

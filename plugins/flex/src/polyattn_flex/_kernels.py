@@ -110,19 +110,7 @@ def _flex(
             "TorchDispatchMode around the call), and the kernel never runs uncompiled unasked; turn it on, or set the "
             "backend option compiled=False"
         )
-    block_mask = BlockMask(
-        seq_lengths=(q.shape[2], k.shape[2]),
-        kv_num_blocks=blocks.partial_count,
-        kv_indices=blocks.partial_index,
-        full_kv_num_blocks=blocks.full_count,
-        full_kv_indices=blocks.full_index,
-        q_num_blocks=blocks.key_partial_count,
-        q_indices=blocks.key_partial_index,
-        full_q_num_blocks=blocks.key_full_count,
-        full_q_indices=blocks.key_full_index,
-        BLOCK_SIZE=(TILE, TILE),
-        mask_mod=mask_mod(mask),
-    )
+    block_mask = made(blocks, mask, q.shape[2], k.shape[2])
     level = None
     if bias is not None and not on_cpu(q.device):  # the CPU kernel counts in powers of e and has no backward
         assert not callable(mask)
@@ -143,6 +131,23 @@ def _flex(
     if not lse:
         return output, None
     return output[0], output[1].lse if level is None else output[1].lse + level
+
+
+def made(blocks: Blocks, mask: Mask, q_len: int, kv_len: int, tile: int = TILE) -> BlockMask:
+    """The block mask that torch takes."""
+    return BlockMask(
+        seq_lengths=(q_len, kv_len),
+        kv_num_blocks=blocks.partial_count,
+        kv_indices=blocks.partial_index,
+        full_kv_num_blocks=blocks.full_count,
+        full_kv_indices=blocks.full_index,
+        q_num_blocks=blocks.key_partial_count,
+        q_indices=blocks.key_partial_index,
+        full_q_num_blocks=blocks.key_full_count,
+        full_q_indices=blocks.key_full_index,
+        BLOCK_SIZE=(tile, tile),
+        mask_mod=mask_mod(mask),
+    )
 
 
 # Dynamo cannot trace the transforms inside; what comes after Dynamo can, autograd included.
