@@ -70,7 +70,7 @@ class GroupedQueryAttention(nn.Module):
         v_head_dim: int | None = None,
         rope: RopeSpec | None = None,
         qk_norm: QKNorm | None = None,
-        window: int | None = None,
+        window: int | tuple[int | None, int | None] | None = None,
         dropout: float = 0.0,
         bias: bool = False,
         output_bias: bool = False,
