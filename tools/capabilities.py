@@ -32,6 +32,8 @@ LAYOUTS = {
     "bidirectional window": MaskLayout(
         q_len=LENGTH, kv_len=LENGTH, batch=1, heads=1, visibility=StructuredMask(window=3)
     ),
+    "window of two sides": MaskLayout.full(LENGTH).with_window((3, 1)),
+    "window with sink tokens": MaskLayout.causal(LENGTH, window=2, sink_tokens=1),
     "padded": MaskLayout.padded(VALID),
     "padded, holes between the keys": MaskLayout.padded(torch.tensor([[True, False] * 4])),
     "padded, holes, window": MaskLayout.padded(torch.tensor([[True, False] * 4]), window=3),
@@ -39,6 +41,9 @@ LAYOUTS = {
     "packed documents, window": MaskLayout.packed([3, 5], window=2),
     "prefix": MaskLayout.prefix_lm(torch.tensor([3]), LENGTH),
     "chunks": MaskLayout.chunked(4, LENGTH),
+    "block causal": MaskLayout.block_causal(3, LENGTH),
+    "tree": MaskLayout.tree([-1, 0, 0], [4, 2, 2]),
+    "union of structures": MaskLayout.causal(LENGTH, window=2) | MaskLayout.packed([4, 4]),
     "explicit positions": MaskLayout(
         q_len=LENGTH,
         kv_len=LENGTH,
