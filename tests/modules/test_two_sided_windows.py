@@ -16,6 +16,8 @@ from polyattn import (
     MaskLayout,
     QKNorm,
     RopeSpec,
+    UnsupportedAttentionError,
+    backends,
     check_servable,
 )
 
@@ -102,6 +104,19 @@ def test_layers_whose_windows_are_written_differently_share_what_is_prepared():
     for window in ((2, 0), [2, 0], (2, 1), 3, (2, 2)):
         layer(window)(hidden, scope, None)
     assert scope.builds["attention"] == 3
+
+
+def test_a_backend_without_such_windows_serves_causal_layouts_and_refuses_others_by_the_name_of_the_window():
+    eager = type(backends.get("eager"))
+
+    class OneSided(eager):
+        abilities = eager.abilities - {"two_sided_window"}
+
+    hidden = torch.randn(1, 5, 32, dtype=torch.float64)
+    one = layer((2, 0), OneSided())
+    assert one(hidden, AttentionScope(MaskLayout.causal(5)), None).shape == hidden.shape
+    with pytest.raises(UnsupportedAttentionError, match=r"two_sided_window: got window \(2, 0\), need a backend with"):
+        one(hidden, AttentionScope(MaskLayout.full(5)), None)
 
 
 def test_a_config_and_its_groups_take_pairs_and_yaml_writes_them_as_lists(tmp_path):
