@@ -66,8 +66,9 @@ class EagerBackend(BackendBase):
     def plan(self, layout: MaskLayout, request: AttentionRequest) -> EagerState:
         """Materialise the mask."""
         hidden = ~layout.to_dense(request.device)
-        blocked = Blocked.of(hidden, rows=layout.may_have_fully_masked_rows, keys=layout.may_have_unseen_keys)
-        return EagerState(hidden, blocked)
+        rows = layout.may_have_fully_masked_rows and _some(hidden.all(-1))
+        keys = layout.may_have_unseen_keys and _some(hidden.all(-2))
+        return EagerState(hidden, Blocked.of(hidden, rows=rows, keys=keys))
 
     def attend(
         self,
@@ -108,6 +109,12 @@ class EagerBackend(BackendBase):
         output = torch.matmul(weights, v)
         lse = _logsumexp(scores.to(accumulator)) if request.needs_lse or sinks is not None else None
         return finished(output, lse, request, rows=blocked.rows, sinks=sinks)
+
+
+def _some(found: Tensor) -> bool:
+    """Whether any element is True; also True where nobody can say without waiting for a device."""
+    on_host = found.device.type == "cpu" and type(found) is Tensor and not torch.compiler.is_compiling()
+    return not on_host or bool(found.any())
 
 
 def _seen_and_repeated(x: Tensor, unseen: Tensor | None, group: int) -> Tensor:
