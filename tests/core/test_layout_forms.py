@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from layout_kinds import KINDS
 from polyattn._errors import LayoutError
 from polyattn._layout import MaskLayout, StructuredMask, base, checks, known
 from polyattn._request import AttentionRequest
@@ -26,23 +27,9 @@ def causal_mod(b, h, q_idx, kv_idx):
     return q_idx >= kv_idx
 
 
-def active(*shape):
-    return torch.arange(shape[0] * shape[1]).reshape(shape) % 3 != 1
-
-
-LAYOUTS = {
-    "full": MaskLayout.full(20, 24),
-    "causal window": MaskLayout.causal(20, 24, window=7),
-    "padded": MaskLayout.padded(lengths=[24, 5], kv_len=24, q_len=20),
-    "packed": MaskLayout.packed([[20, 4], [10, 14]]).select_queries(slice(4, None)),
-    "prefix": MaskLayout.prefix_lm([7, 0], 20, 24),
-    "chunked": MaskLayout.chunked(6, 20, 24),
-    "positions": MaskLayout.causal(24, window=5).select_queries([3, 1, 23]).select_keys([0, 22, 23]),
-    "dense": MaskLayout.dense(torch.arange(2 * 3 * 20 * 24).reshape(2, 3, 20, 24) % 5 < 2),
-    "mask_mod": MaskLayout.from_mod(causal_mod, q_len=20, kv_len=24),
+LAYOUTS = {name: layout for name, (layout, _) in KINDS.items()} | {
     "mask_mod of parts": MaskLayout.from_mod(causal_mod, q_len=20, kv_len=24).select_queries([3, 19])
     & MaskLayout.full(2, 24),
-    "inactive": MaskLayout.causal(20, 24, active_queries=active(2, 20)),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 
@@ -54,14 +41,6 @@ def test_the_mask_mod_builds_a_block_mask_and_the_same_dense_mask(layout):
     assert torch.equal(mask, layout.to_dense().expand(sizes))
     blocks = create_block_mask(layout.to_mask_mod(), *sizes, device="cpu", BLOCK_SIZE=8)
     assert torch.equal(blocks.to_dense().bool().any((-1, -2)), mask.any((-1, -2)))
-
-
-@every_layout
-def test_a_layout_pickles_and_copies(layout):
-    for twin in (pickle.loads(pickle.dumps(layout)), copy.deepcopy(layout), copy.copy(layout)):
-        assert torch.equal(twin.to_dense(), layout.to_dense())
-        assert torch.equal(twin.rows_without_keys(), layout.rows_without_keys())
-        assert (twin.to_blocks() is None) == (layout.to_blocks() is None)
 
 
 def test_a_layout_whose_mask_mod_cannot_pickle_says_so_and_still_copies():
@@ -81,20 +60,25 @@ def test_rows_in_blocks_equal_the_whole(layout, monkeypatch):
     assert torch.equal(layout.dense_rows(1, 2), whole[:, :, 1:2])
 
 
-@pytest.mark.parametrize("name", ["causal window", "packed", "mask_mod of parts"])
+@pytest.mark.parametrize(
+    "name",
+    ["window", "window of two sides", "packed", "block causal", "tree", "sink tokens", "union", "mask_mod of parts"],
+)
 def test_layouts_are_inputs_of_compiled_functions(name):
     layout = LAYOUTS[name]
 
-    @torch.compile(fullgraph=True, backend="eager")
-    def masked(x, layout):
-        return x.masked_fill(~layout.to_dense(), 0), layout.rows_without_keys(), layout.unseen_keys()
+    def asked(layout):
+        bands = layout.to_bands()
+        return (
+            layout.to_dense(),
+            layout.rows_without_keys(),
+            layout.unseen_keys(),
+            bands if bands is None else bands + 0,
+        )
 
-    x = torch.ones(layout.q_len, layout.kv_len)
-    result = masked(x, layout)
-    assert torch.equal(result[0].bool(), layout.to_dense())
-    rows, unseen = layout.rows_without_keys(), layout.unseen_keys()
-    assert torch.equal(result[1].expand(rows.shape), rows)
-    assert torch.equal(result[2].expand(unseen.shape), unseen)
+    inside = torch.compile(asked, fullgraph=True, backend="eager")(layout)
+    for got, want in zip(inside, asked(layout), strict=True):
+        assert got is want is None or torch.equal(got.expand(want.shape), want)
 
 
 def test_other_documents_do_not_compile_again():

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import operator
-import pickle
 import random
 
 import pytest
 import torch
 
+from layout_kinds import painted
 from polyattn import LayoutError, MaskLayout, StructuredMask
 from random_layouts import random_layout, random_structure, random_tree, random_union
 
 
 def rows(layout):
     return layout.draw().split("\n")
-
-
-def painted(layout):
-    """How often the bands show each pair, ``Int[B, Q, K]``."""
-    counts = torch.zeros(layout.batch, layout.q_len, layout.kv_len, dtype=torch.int32)
-    for batch, q_start, q_stop, k_start, k_stop, low, high in layout.to_bands().tolist():
-        apart = torch.arange(q_stop - q_start)[:, None] - torch.arange(k_stop - k_start)
-        inside = (apart >= low) & (apart <= high)
-        assert not inside.numel() or (inside.any(0).all() and inside.any(1).all())
-        counts[batch, q_start:q_stop, k_start:k_stop] += inside.int()
-    return counts
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -166,56 +154,6 @@ def test_unions_with_functions_and_dense_masks():
         assert rows(layout) == ["#---", "-#--", "#-#-", "##-#"]
         assert layout.to_bands() is None
     assert callable((diagonal | function).visibility)
-
-
-KINDS = {
-    "tree": MaskLayout.tree([-1, 0, 0, 1], [3, 2, 2, 2]),
-    "window of a tree": MaskLayout.tree([-1, 0, 0, 1], [3, 2, 2, 2], window=3),
-    "sinks": MaskLayout.causal(9, window=2, sink_tokens=1),
-    "two sides": MaskLayout.full(9).with_window((1, 3)),
-    "block causal": MaskLayout.block_causal(2, 9),
-    "union": MaskLayout.causal(9, window=2) | MaskLayout.packed([[4, 5], [2, 7]]),
-    "union with inactive": MaskLayout.full(9, active_queries=torch.arange(9)[None] < 3)
-    | MaskLayout.causal(9, window=1),
-}
-INDEX = [1, 2, 5, 8]
-
-
-@pytest.mark.parametrize("layout", KINDS.values(), ids=KINDS.keys())
-@pytest.mark.parametrize(
-    "operation, on_dense",
-    [
-        (lambda x: x.select_queries(INDEX), lambda x: x[:, :, INDEX]),
-        (lambda x: x.select_keys(INDEX), lambda x: x[..., INDEX]),
-        (lambda x: x.select_heads(slice(0, 1)), lambda x: x),
-        (lambda x: x.select_batch(slice(0, 1)), lambda x: x[:1]),
-        (lambda x: x.expand(max(2, x.batch)), lambda x: x.expand(max(2, len(x)), -1, -1, -1)),
-        (lambda x: x.to("meta").select_queries(slice(None)) and x, lambda x: x),
-        (lambda x: x & MaskLayout.full(9), lambda x: x),
-        (lambda x: x | MaskLayout.full(9), torch.ones_like),
-        (copy.deepcopy, lambda x: x),
-        (lambda x: pickle.loads(pickle.dumps(x)), lambda x: x),
-    ],
-    ids=["queries", "keys", "heads", "batch", "expand", "to", "and", "or", "deepcopy", "pickle"],
-)
-def test_operations_on_kinds_equal_those_on_the_dense_mask(layout, operation, on_dense):
-    want = on_dense(layout.to_dense().expand(layout.batch, 1, -1, -1))
-    result = operation(layout)
-    assert torch.equal(result.to_dense().expand(want.shape), want)
-    assert torch.equal(painted(result)[:, None].expand(want.shape), want.int())
-    index = [torch.arange(n) for n in result.to_dense().shape[2:]]
-    seen = result.to_mask_mod()(torch.tensor(0), torch.tensor(0), index[0][:, None], index[1])
-    assert torch.equal(seen.expand(want.shape[2:]), want[0, 0])
-    assert len(result.describe()) > 10
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_layouts_of_several_runs_are_inputs_of_graphs(name):
-    layout = KINDS[name]
-    graph = torch.compile(lambda layout: (layout.to_dense(), layout.to_bands() + 0), fullgraph=True, backend="eager")
-    dense, bands = graph(layout)
-    assert torch.equal(dense, layout.to_dense())
-    assert torch.equal(bands, layout.to_bands())
 
 
 def test_layouts_of_several_runs_are_made_inside_graphs():

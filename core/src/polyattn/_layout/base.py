@@ -106,8 +106,8 @@ class LayoutBase:
         The table stays on the host; in a layout of batch 1 it lists the one batch row that stands for all.
 
         Args:
-            max_runs: the largest number of blocks that a query may lie in; ``None``: any. ``None`` is returned where a
-                query lies in more.
+            max_runs: the largest number of blocks that a query may lie in, at least 1; ``None``: any. ``None`` is
+                returned where a query lies in more.
         """
         table = self._table(max_runs)
         return None if table is None else table.bands[:, :7]
@@ -126,8 +126,10 @@ class LayoutBase:
         return table.in_positions(causal=mask.causal) if table.unit or mask.window is None else None
 
     def _table(self, max_runs: int | None) -> Table | None:
+        if max_runs is not None:
+            check_int("max_runs", max_runs, 1)
         table = self._known.table
-        if table is None or max_runs is None or (table.one_run and max_runs >= 1):
+        if table is None or max_runs is None or table.one_run:
             return table
         runs = self.max_runs
         return table if runs is not None and runs <= max_runs else None
