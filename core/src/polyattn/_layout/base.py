@@ -214,6 +214,8 @@ class LayoutBase:
 
         The depth of its tokens in a tree, the place in its document, the distance to the first valid key under padding,
         the positions that the layout was given; otherwise the queries are the last ``q_len`` of ``kv_len`` positions.
+        Ask before selecting keys, selecting queries of padded rows, or joining a dense mask or ``mask_mod``: what comes
+        of these knows the places of the row only.
 
         Raises:
             LayoutError: the parts of a union disagree, or their values cannot be compared while tracing.
