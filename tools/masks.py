@@ -63,11 +63,12 @@ each document; with gaps `spans` are the spaces, of which one may come before th
 token in each slot of the pages.""",
     "attention-gym": """\
 The names are those of the peer's arguments, where it has such. `parents` names the node above each node of [a
-tree](layouts.md#trees-and-shared-prefixes). Block diffusion has the clean blocks and then the noised ones as nodes,
-and `noised_first` lists the noised tokens and then the clean ones. `first` and `end` are those of the text that
-sees an image, `[1, images]`. `kv_axes` are the row and the column (and the frame) of each token, `[1, length]`
-each, and `q_axes` the same, moved inwards so that a window around them stays on the canvas; of tiles they are those
-of the token's tile. In a tiled or Morton order only these numbers change.""",
+tree](layouts.md#trees-and-shared-prefixes). `document` and `place` say where each token is, `[1, length]`, and
+`prefix_lengths` how long the prefix of each document is, `[1, documents]`. Block diffusion has the clean blocks and
+then the noised ones as nodes, and `noised_first` lists the noised tokens and then the clean ones. `first` and `end`
+are those of the text that sees an image, `[1, images]`. `kv_axes` are the row and the column (and the frame) of
+each token, `[1, length]` each, and `q_axes` the same, moved inwards so that a window around them stays on the
+canvas; of tiles they are those of the token's tile. In a tiled or Morton order only these numbers change.""",
 }
 
 

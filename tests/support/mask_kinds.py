@@ -306,6 +306,14 @@ XFORMERS = [
         1,
     ),
     Kind(
+        "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask",
+        "(MaskLayout.packed(spans, causal=False, window=(left, right))"
+        " & MaskLayout.padded(used, causal=False)).select_queries(q_places)",
+        _documents(lambda v, distance, other: -v.right <= other <= v.left),
+        [GAPS | {"left": 1, "right": 0}, GAPS | {"left": 0, "right": 1}],
+        1,
+    ),
+    Kind(
         "PagedBlockDiagonalPaddedKeysMask",
         "(MaskLayout.packed(spans, causal=False) & MaskLayout.padded(used, causal=False))"
         ".select_queries(q_places).select_keys(slots)",
@@ -318,6 +326,13 @@ XFORMERS = [
         "MaskLayout.packed(spans).select_queries(q_places).select_keys(slots)",
         _paged(_documents(lambda v, distance, other: other >= 0)),
         [_with_free(SLOTS, [4, 4, 4])],
+        2,
+    ),
+    Kind(
+        "PagedBlockDiagonalCausalLocalPaddedKeysMask",
+        "MaskLayout.packed(spans, window=window).select_queries(q_places).select_keys(slots)",
+        _paged(_documents(lambda v, distance, other: 0 <= other < v.window)),
+        [_with_free(SLOTS, [4, 4, 4]) | {"window": 2}],
         2,
     ),
     Kind(
@@ -412,6 +427,23 @@ ATTENTION_GYM = [
         "MaskLayout.packed(lengths, window=window_size + 1)",
         lambda v, b, h, q, k: v.document[q] == v.document[k] and 0 <= q - k <= v.window_size,
         [{"lengths": [2, 5, 1], "document": [0, 0, 1, 1, 1, 1, 1, 2], "window_size": 1}],
+        1,
+    ),
+    Kind(
+        "generate_doc_mask_mod(generate_prefix_lm_mask(...))",
+        "MaskLayout(length, length, visibility=StructuredMask(causal=True, q_positions=place, kv_positions=place,"
+        " q_segments=document, kv_segments=document, prefix_lengths=prefix_lengths))",
+        lambda v, b, h, q, k: (
+            v.document[0, q] == v.document[0, k] and (k <= q or v.place[0, k] < v.prefix_lengths[0, v.document[0, q]])
+        ),
+        [
+            {
+                "length": 8,
+                "document": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]]),
+                "place": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]]),
+                "prefix_lengths": torch.tensor([[2, 3, 0]]),
+            }
+        ],
         1,
     ),
     Kind(
