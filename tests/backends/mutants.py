@@ -530,6 +530,18 @@ class StridesIgnored(Mutant):
         return super().attend(q, k, dense, prepared, bias=bias, sinks=sinks)
 
 
+class StridesOfTheFirstCall(Mutant):
+    """Keeps the strides of the first v beside what it prepared, and reads each later v with them."""
+
+    caught_by = ("reuse",)
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        strides = prepared.state.__dict__.setdefault("strides", v.stride())
+        last = sum((size - 1) * stride for size, stride in zip(v.shape, strides, strict=True))
+        seen = v.as_strided(v.shape, strides) if v.is_contiguous() and last < v.numel() else v
+        return super().attend(q, k, seen, prepared, bias=bias, sinks=sinks)
+
+
 class WritesIntoInputs(Mutant):
     caught_by = ("values[full]",)
 

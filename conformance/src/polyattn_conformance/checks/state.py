@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import operator
 import os
 import random
@@ -25,21 +26,23 @@ from polyattn_conformance.checks.registry import check
 from polyattn_conformance.failure import CheckFailed, require
 from polyattn_conformance.layouts import LAYOUTS
 from polyattn_conformance.trial import Trial
+from polyattn_conformance.variants import ARRANGEMENTS, rearranged
 
 _NAMES = ("full", "causal", "causal_window", "packed", "dense", "right_padding", "inactive")
 
 
 @check()
 def reuse(trial: Trial) -> None:
-    """What was prepared once serves every layer, also when others are prepared and used in between."""
+    """What was prepared once serves every layer, whatever its strides, also when others are prepared in between."""
     cases = [trial.case(LAYOUTS[name](), heads=4, kv_heads=2) for name in trial.accepted(_NAMES)]
     cases += [trial.case(MaskLayout.packed(lengths)) for lengths in ([2, 6], [5, 3])]
     cases += [trial.case(MaskLayout.causal(8), scale=scale) for scale in (0.1, 1.0)]
     modes = [trial.strongest(case) for case in cases]
     prepared = [trial.must_prepare(case.layout, case.request(mode)) for case, mode in zip(cases, modes, strict=True)]
-    for flip in (1, -1, 0.5):
+    in_memory = ARRANGEMENTS["sequence_first"], torch.Tensor.contiguous, ARRANGEMENTS["width_strided"]
+    for flip, arrange in zip((1, -1, 0.5), in_memory, strict=True):
         for case, mode, call in zip(cases, modes, prepared, strict=True):
-            layer = case.change(q=case.q * flip, v=case.v * flip)
+            layer = rearranged(case.change(q=case.q * flip, v=case.v * flip), itertools.repeat(arrange).__next__)
             assert_within(evaluate(call, layer, mode), expected_results(layer, mode))
             trial.honoured += 1
 
