@@ -233,6 +233,33 @@ class BiasGradientDropped(Mutant):
         return super().attend(q, k, v, prepared, bias=None if bias is None else bias.detach(), sinks=sinks)
 
 
+class BiasGradientOfFirstQueries(Mutant):
+    """Sums the gradient of a bias that queries share over the first 128 of them."""
+
+    caught_by = ("bias[keys]", "bias[vector]")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        if bias is not None and (bias.dim() == 1 or bias.shape[-2] == 1):
+            bias = torch.where(torch.arange(q.shape[2]).unsqueeze(-1) < 128, bias, bias.detach())
+        return super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+
+
+class LargestProductAsMaximum(Mutant):
+    """Subtracts the largest product before the scale, which is the smallest score where the scale is negative."""
+
+    caught_by = ("large_scores[float32]", "large_scores[bfloat16]")
+
+    def attend(self, q, k, v, prepared, *, bias=None, sinks=None):
+        result = super().attend(q, k, v, prepared, bias=bias, sinks=sinks)
+        if prepared.request.scale >= 0 or not k.shape[2]:
+            return result
+        group = prepared.request.group
+        scores = (q @ k.repeat_interleave(group, 1).mT).float() * prepared.request.scale
+        spread = scores.detach().amax(-1, keepdim=True) - scores.detach().amin(-1, keepdim=True)
+        overflown = torch.where(spread > 88, torch.nan, 0.0).to(result.output.dtype)
+        return dataclasses.replace(result, output=result.output + overflown)
+
+
 class SmallestBiasKills(Mutant):
     caught_by = ("smallest_bias[float32]",)
 
@@ -1033,6 +1060,16 @@ class SinkTokensSeenFromOtherDocuments(Mutant):
         sink = (mask.kv_positions < mask.sink_lengths[:, None])[:, None, None]
         earlier = (mask.kv_segments[:, None] <= mask.q_segments[:, :, None])[:, None]
         return hidden & ~(sink & earlier)
+
+
+class SinkTokensOfTheFirstDocumentForAll(Mutant):
+    caught_by = ("values[sink_tokens_of_each_document]",)
+
+    def layout(self, layout):
+        lengths = getattr(layout.visibility, "sink_lengths", None)
+        if lengths is None or lengths.dim() < 2:
+            return layout
+        return _structured(layout, sink_lengths=lengths[:, :1].expand_as(lengths))
 
 
 class LeftAndRightSwapped(Mutant):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -48,6 +49,13 @@ def _decoded_positions() -> MaskLayout:
 
 def _window(left: int | None, right: int | None, length: int = 9) -> MaskLayout:
     return MaskLayout(length, length, visibility=StructuredMask(window=(left, right)))
+
+
+def _of_each_document(**lengths: list[list[int]]) -> MaskLayout:
+    """Documents of 4, 5 and 3 tokens in a window of 2, of which each has its own length of prefix or sinks."""
+    packed = MaskLayout.packed([4, 5, 3], window=2, sink_tokens=1)
+    fields = {name: torch.tensor(values) for name, values in lengths.items()}
+    return dataclasses.replace(packed, visibility=dataclasses.replace(packed.visibility, **fields))
 
 
 def _draft_steps(length: int, steps: int) -> MaskLayout:
@@ -109,6 +117,8 @@ ORDINARY: dict[str, Callable[[], MaskLayout]] = {
     "sink_tokens": lambda: MaskLayout.causal(11, window=3, sink_tokens=2),
     "sink_tokens_fewer_queries": lambda: MaskLayout.causal(4, 11, window=2, sink_tokens=3),
     "packed_sink_tokens": lambda: MaskLayout.packed([6, 2, 5], window=2, sink_tokens=1),
+    "sink_tokens_of_each_document": lambda: _of_each_document(sink_lengths=[[1, 3, 0]]),
+    "prefix_of_each_document": lambda: _of_each_document(prefix_lengths=[[2, 4, 0]]),
     "tree": lambda: MaskLayout.tree(PARENTS, LENGTHS),
     "tree_window": lambda: MaskLayout.tree(PARENTS, LENGTHS, window=3),
     "tree_both_ways": lambda: MaskLayout.tree(PARENTS, LENGTHS, causal=False),

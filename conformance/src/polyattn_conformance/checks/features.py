@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from polyattn_conformance.checks.registry import check
-from polyattn_conformance.layouts import ORDINARY
+from polyattn_conformance.layouts import LONG, ORDINARY
 from polyattn_conformance.trial import Trial
 
 _NAMES = ("full", "causal", "causal_window", "packed", "dense", "dense_heads")
@@ -19,8 +19,8 @@ def _sizes(name: str) -> tuple[int, int]:
 @check(("whole", "heads", "as_many_heads_as_rows", "shared", "keys", "matrix", "vector"))
 def bias(trial: Trial, form: str) -> None:
     """A bias of any shape that broadcasts is added to the scaled scores; its gradient is summed to its shape."""
-    for name in _NAMES:
-        q_len, kv_len = _sizes(name)
+    for layout in (*(ORDINARY[name]() for name in _NAMES), LONG["causal"]()):
+        q_len, kv_len = layout.q_len, layout.kv_len
         shape = {
             "whole": (2, 4, q_len, kv_len),
             "heads": (1, 4, q_len, kv_len),
@@ -31,7 +31,7 @@ def bias(trial: Trial, form: str) -> None:
             "vector": (kv_len,),
         }[form]
         batch = 4 if form == "as_many_heads_as_rows" else 2
-        case = trial.case(ORDINARY[name](), batch=batch, heads=4, kv_heads=2, bias=shape)
+        case = trial.case(layout, batch=batch, heads=4, kv_heads=2, bias=shape)
         trial.compare(case, case.change(leaves=("q", "k", "v")))
 
 

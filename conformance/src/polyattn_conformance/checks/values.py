@@ -169,7 +169,8 @@ def large_scores(trial: Trial, dtype: torch.dtype) -> None:
     """Scores in the hundreds keep their order, as do products that overflow before the scale."""
     for name in ("causal", "packed", "dense"):
         case = trial.case(LAYOUTS[name](), dtype=dtype)
-        trial.compare(case.change(q=case.q * 40, k=case.k * 4))
+        negative = trial.case(LAYOUTS[name](), dtype=dtype, scale=-0.35)
+        trial.compare(*(each.change(q=each.q * 40, k=each.k * 4) for each in (case, negative)))
         # Of a scale that is a power of two, so that no order of the sum rounds.
         wide = trial.case(LAYOUTS[name](), dtype=dtype, head_dim=256, v_head_dim=8)
         trial.compare(wide.change(q=torch.full_like(wide.q, 25), k=torch.full_like(wide.k, 25)))
