@@ -55,7 +55,8 @@ def _of_each_document(**lengths: list[list[int]]) -> MaskLayout:
     """Documents of 4, 5 and 3 tokens in a window of 2, of which each has its own length of prefix or sinks."""
     packed = MaskLayout.packed([4, 5, 3], window=2, sink_tokens=1)
     fields = {name: torch.tensor(values) for name, values in lengths.items()}
-    return dataclasses.replace(packed, visibility=dataclasses.replace(packed.visibility, **fields))
+    assert isinstance(packed.visibility, StructuredMask)
+    return dataclasses.replace(packed, visibility=packed.visibility.replace(**fields))
 
 
 def _draft_steps(length: int, steps: int) -> MaskLayout:

@@ -44,8 +44,10 @@ _MODULES = {
         "AttentionConfig",
         "AttentionSpec",
         "GroupedQueryAttention",
+        "PackedTree",
         "QKNorm",
         "check_servable",
+        "pack_tree",
         "read_yaml",
     ),
 }

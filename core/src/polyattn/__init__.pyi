@@ -40,8 +40,10 @@ from polyattn.select import explain as explain
 from polyattn_modules import AttentionConfig as AttentionConfig
 from polyattn_modules import AttentionSpec as AttentionSpec
 from polyattn_modules import GroupedQueryAttention as GroupedQueryAttention
+from polyattn_modules import PackedTree as PackedTree
 from polyattn_modules import QKNorm as QKNorm
 from polyattn_modules import check_servable as check_servable
+from polyattn_modules import pack_tree as pack_tree
 from polyattn_modules import read_yaml as read_yaml
 
 _MODULES: dict[str, tuple[str, ...]]

@@ -6,14 +6,18 @@ from polyattn_modules.gqa import GroupedQueryAttention
 from polyattn_modules.norm import RMSNorm
 from polyattn_modules.serving import check_servable
 from polyattn_modules.spec import AttentionSpec
+from polyattn_modules.trees import NextTokens, PackedTree, pack_tree
 from polyattn_modules.yaml_files import read_yaml
 
 __all__ = [
     "AttentionConfig",
     "AttentionSpec",
     "GroupedQueryAttention",
+    "NextTokens",
+    "PackedTree",
     "QKNorm",
     "RMSNorm",
     "check_servable",
+    "pack_tree",
     "read_yaml",
 ]

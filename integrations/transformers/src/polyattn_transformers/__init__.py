@@ -7,7 +7,8 @@ from polyattn_transformers._versions import check_version
 check_version(transformers.__version__, allow_untested=True)  # an older one lacks what the modules below import
 
 from polyattn_transformers._layout_mask import LayoutMask  # noqa: E402
-from polyattn_transformers._packing import PackedMask, packed  # noqa: E402
+from polyattn_transformers._packed import packed  # noqa: E402
+from polyattn_transformers._packing import PackedMask  # noqa: E402
 from polyattn_transformers._register import register, use  # noqa: E402
 
 __all__ = ["LayoutMask", "PackedMask", "packed", "register", "use"]

@@ -23,6 +23,7 @@ from polyattn_transformers._documents import SEGMENTS, readable
 from polyattn_transformers._inputs import check_mask, check_positions
 from polyattn_transformers._packing import PackedMask, check_size
 from polyattn_transformers._parts import Parts, polyattn_parts
+from polyattn_transformers._tree_mask import TreeMask
 
 Arguments = dict[str, Any]
 
@@ -90,6 +91,8 @@ def _admit(model: PreTrainedModel, parts: Parts, given: Arguments) -> bool:
     batch, length = size
     if isinstance(mask, PackedMask):
         check_size(mask, batch, length, length)
+        if isinstance(mask, TreeMask):
+            mask.check(type(model).__name__, parts, given, named)
     check_positions(positions, batch, length, axes=parts.takes_axes)
     ahead = not (mask is None or isinstance(mask, (Tensor, PackedMask)))
     if ahead or (isinstance(mask, Tensor) and mask.dim() == 4):

@@ -15,6 +15,7 @@ from polyattn_transformers._documents import check_together, readable
 from polyattn_transformers._layout_mask import LayoutMask
 from polyattn_transformers._packing import PackedMask, check_size
 from polyattn_transformers._pattern import MaskFunction, Pattern, read_pattern
+from polyattn_transformers._tree_mask import TreeMask
 
 #: What transformers' factories pass for its own implementations, and what a layout does not need.
 _UNUSED = frozenset(
@@ -87,6 +88,12 @@ def _packed_mask(packed: PackedMask, pattern: Pattern, span: Span) -> LayoutMask
     packed = packed.to(span.device)
     documents = (packed.name, packed.documents)
     given = pattern.given()
+    if isinstance(packed, TreeMask) and not {"causal"} <= given <= {"causal", "window"}:
+        more = ", ".join(sorted(given - {"causal", "window"})) or "no causality"
+        raise LayoutError(
+            f"packed(tree=...) must go into causal attention with or without a window, got a mask with {more}; give "
+            "each row a row of its own, with padding"
+        )
     if given & {"opaque", "documents", "blocks"}:
         check_together(packed.name, packed.documents, packed.live)
     if given <= {"causal", "window"}:

@@ -1,8 +1,7 @@
-"""Packed documents as a model input: where they lie is said once, and no mask or cache can switch it off."""
+"""Packed documents in the place of a mask: where they lie is said once, and no mask or cache can switch it off."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,48 +11,6 @@ from polyattn import LayoutError, MaskLayout, StructuredMask
 from polyattn.documents import ranks, together
 from polyattn_transformers._documents import readable
 from polyattn_transformers._no_tensor import NoTensor, as_device
-
-Ints = Tensor | Sequence[int] | Sequence[Sequence[int]]
-
-
-def packed(
-    lengths: Ints | None = None,
-    *,
-    cu_seqlens: Ints | None = None,
-    document_ids: Ints | None = None,
-    position_ids: Ints | None = None,
-    device: torch.device | str | None = None,
-) -> dict[str, Any]:
-    """Model inputs for documents packed into rows, to be used as ``model(input_ids, **packed([3, 2, 4]))``.
-
-    Exactly one of the first four, in the forms that ``MaskLayout.packed`` takes: one row, or one list per batch row.
-
-    Args:
-        lengths: of the documents.
-        cu_seqlens: their offsets ``0, l1, l1 + l2, ...``.
-        document_ids: the document of each token, ``[K]`` or ``[B, K]``.
-        position_ids: positions that restart at 0 with each document, ``[K]`` or ``[B, K]``.
-        device: where the model's inputs lie; by default where the arguments are.
-
-    Returns:
-        ``attention_mask``, a :class:`PackedMask` that keeps the documents apart in every layer of a model that runs on
-        polyattn, and ``position_ids`` ``Int[B|1, K]``, which restart with each document.
-
-    Raises:
-        LayoutError: the description contradicts itself, or ``device`` is not a device.
-    """
-    target = None if device is None else as_device(device)
-    ways: dict[str, Any] = {
-        "cu_seqlens": cu_seqlens,
-        "document_ids": document_ids,
-        "position_ids": position_ids,
-    }
-    visibility: Any = MaskLayout.packed(lengths, **ways, causal=True).visibility
-    mask = PackedMask(visibility.q_segments)
-    for causal in (True, False):
-        mask.layout(causal=causal)  # both ahead of the forward, which may be traced
-    mask = mask if target is None else mask.to(target)
-    return {"attention_mask": mask, "position_ids": mask.positions}
 
 
 class PackedMask(NoTensor):
