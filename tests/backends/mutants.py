@@ -987,7 +987,7 @@ class BranchSeesSibling(Mutant):
 
 
 class AncestorCountedTwice(Recounting):
-    caught_by = ("branch_is_a_row[causal]", "tree_is_a_mask[causal]", "values[shared_prefix]")
+    caught_by = ("branch_is_a_row[causal]", "branches_share_gradients[causal]", "values[shared_prefix]")
 
     def counts(self, layout):
         if not _is_tree(layout):
@@ -997,7 +997,7 @@ class AncestorCountedTwice(Recounting):
 
 
 class TreeWindowCountsTokensOfTheRow(Mutant):
-    caught_by = ("branch_is_a_row[window]", "values[tree_window]")
+    caught_by = ("branch_is_a_row[window]", "branches_share_gradients[window]", "values[tree_window]")
 
     def layout(self, layout):
         at = torch.arange(layout.q_len)[None]
@@ -1043,7 +1043,7 @@ class BlindRowsOfAPartHaveLSEZero(Mutant):
 
 
 class SinkTokensHiddenByTheWindow(Mutant):
-    caught_by = ("values[sink_tokens]", "values[packed_sink_tokens]", "long_values[sink_tokens]")
+    caught_by = ("sink_tokens_survive[one_row]", "values[packed_sink_tokens]", "long_values[sink_tokens]")
 
     def layout(self, layout):
         sinks = getattr(layout.visibility, "sink_lengths", None)
@@ -1051,7 +1051,7 @@ class SinkTokensHiddenByTheWindow(Mutant):
 
 
 class SinkTokensSeenFromOtherDocuments(Mutant):
-    caught_by = ("values[packed_sink_tokens]",)
+    caught_by = ("sink_tokens_survive[documents]", "values[packed_sink_tokens]")
 
     def hidden(self, layout, request):
         hidden, mask = super().hidden(layout, request), layout.visibility

@@ -161,6 +161,11 @@ WITH_DEAD: dict[str, Callable[[], MaskLayout]] = {
         _bools("1111000", "1111110"), active_queries=_bools("1111000", "1111110")
     ),
     "inactive_packed": lambda: MaskLayout.packed([3, 4], active_queries=_bools("1110110")),
+    "tree_some_keys": lambda: MaskLayout.tree(PARENTS, LENGTHS).select_keys([1, 4, 6, 8, 12]),
+    "inactive_union": lambda: (
+        MaskLayout.causal(7, window=2, active_queries=_bools("1100101"))
+        | MaskLayout.padded(_bools("0110000"), causal=False, active_queries=_bools("0101001"), q_len=7)
+    ),
 }
 
 LAYOUTS = {**ORDINARY, **WITH_DEAD}

@@ -1,4 +1,4 @@
-"""Trees and unions: a branch is a row of its own, and what two parts show counts once."""
+"""Trees, sink tokens and unions: a branch is a row of its own, and what two parts show counts once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from polyattn import MaskLayout
-from polyattn_conformance.bounds import assert_within, expected_results
+from polyattn_conformance.bounds import Expected, assert_within, expected_results
 from polyattn_conformance.case import GRADIENT, Case, evaluate
 from polyattn_conformance.checks.registry import check
 from polyattn_conformance.failure import require
@@ -42,6 +42,46 @@ def branch_is_a_row(trial: Trial, window: int | None) -> None:
             )
 
 
+@check({"causal": None, "window": 3})
+def branches_share_gradients(trial: Trial, window: int | None) -> None:
+    """Gradients of keys and values in a tree are the sums over its paths alone, each query counted in one of them."""
+    case = trial.case(MaskLayout.tree(PARENTS, LENGTHS, window=window), heads=4, kv_heads=2)
+    mode = trial.strongest(case)
+    if not mode.grad or not trial.compare_one(case, mode):
+        return
+    total: dict[str, Expected] = {}
+    counted: set[int] = set()
+    for path in _paths():
+        alone = _tokens(case, MaskLayout.causal(len(path), window=window), path)
+        again = [at for at, token in enumerate(path) if token in counted]
+        alone.grad_output[:, :, again] = 0
+        alone.grad_lse[:, :, again] = 0
+        counted.update(path)
+        expected = expected_results(alone, mode)
+        for name in map(GRADIENT.format, ("k", "v")):
+            part = expected[name]
+            if name not in total:
+                zeros = part.value.new_zeros(*part.value.shape[:2], sum(LENGTHS), part.value.shape[-1])
+                total[name] = Expected(zeros, zeros.clone(), part.dtype)
+            total[name].value[:, :, path] += part.value
+            total[name].bound[:, :, path] += part.bound
+    assert_within(_run(trial, case), total)
+
+
+@check({"one_row": ([11],), "documents": ([6, 2, 5],), "rows": ([4, 7], [9, 2])})
+def sink_tokens_survive(trial: Trial, rows: tuple[list[int], ...]) -> None:
+    """The first tokens of a document stay visible to its later tokens behind every window, and to no other document."""
+    for sinks, window in ((1, 2), (3, 1), (9, 2)):
+        visible = []
+        for lengths in rows:
+            document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+            at = torch.cat([torch.arange(length) for length in lengths])
+            seen = (at[:, None] - at < window) | (at < sinks)
+            visible.append((seen & (document[:, None] == document)).tril())
+        layout = MaskLayout.packed([*rows], window=window, sink_tokens=sinks)
+        _compare_with(trial, layout, torch.stack(visible)[:, None])
+
+
 @check(("causal", "both_ways"))
 def tree_is_a_mask(trial: Trial, rule: str) -> None:
     """A tree equals the dense mask that shows a key where its node is the query's or stands above it."""
@@ -70,7 +110,7 @@ def union_counts_once(trial: Trial, reach: int) -> None:
 
 
 def _compare_with(trial: Trial, layout: MaskLayout, visible: torch.Tensor) -> None:
-    """The results under ``layout`` equal the reference under the mask ``Bool[Q, K]``."""
+    """The results under ``layout`` equal the reference under the mask ``Bool[Q, K]`` or ``Bool[B, 1, Q, K]``."""
     case = trial.case(layout, heads=4, kv_heads=2)
     mode = trial.strongest(case)
     if trial.compare_one(case, mode):
