@@ -16,10 +16,14 @@ from torch._higher_order_ops.flex_attention import math_attention
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from polyattn import Reason, UnsupportedAttentionError
-from polyattn.kernels import put_back, without
+from polyattn.kernels import put_back, with_width, without
 from polyattn_flex._blocks import TILE, Blocks
 from polyattn_flex._mods import Mask, mask_mod, row_level, row_peak, score_mod, without_hidden
 from polyattn_flex._reasons import on_cpu
+
+#: Heads of 8 and 16 channels are wrong in torch's kernel on a CPU without AVX-512, where 8 keys are left over from
+#: pieces of 16 (torch 2.14, all numbers of keys below 150); wider ones are right.
+NARROW = 16
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -112,7 +116,10 @@ def _flex(
         )
     block_mask = made(blocks, mask, q.shape[2], k.shape[2])
     level = None
-    if bias is not None and not on_cpu(q.device):  # the CPU kernel counts in powers of e and has no backward
+    if on_cpu(q.device):
+        if q.shape[-1] <= NARROW:
+            q, k = with_width(q, 2 * NARROW), with_width(k, 2 * NARROW)
+    elif bias is not None:  # the CPU kernel counts in powers of e and has no backward
         assert not callable(mask)
         level = row_level(row_peak(mask, bias, k.shape[2]))
         q, k, v = without_hidden(q, k, v, mask, bias)
