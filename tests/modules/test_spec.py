@@ -155,8 +155,6 @@ def test_a_wrong_field_of_the_written_form_is_named(changes, text):
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("input_size", 64, "must be None: an input of another width than hidden_size is not built yet, got 64"),
-        ("layout", "full", "must be None: a layer that names its layout is not built yet, got 'full'"),
         ("output_gate", "head", "must be None: a gate on the output is not built yet, got 'head'"),
         ("value_norm", {"eps": 1e-6}, "must be None: a norm of the values is not built yet, got dict"),
         (

@@ -44,6 +44,7 @@ _MODULES = {
         "AttentionConfig",
         "AttentionSpec",
         "GroupedQueryAttention",
+        "KVCache",
         "QKNorm",
         "check_servable",
         "read_yaml",
