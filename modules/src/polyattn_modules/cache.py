@@ -47,8 +47,7 @@ class KVCache:
 
     Attributes:
         spec, kind, max_new, max_rollback: as given.
-        keys: ``[B, Hkv, capacity, D]``, normed and rotated as the layer does.
-        values: ``[B, Hkv, capacity, Dv]``.
+        capacity: the number of slots.
 
     Raises:
         ConfigError: an argument does not fit; one message with every fault.
@@ -77,10 +76,12 @@ class KVCache:
         self.max_new = max_new
         self.max_rollback = max_rollback
         with torch.inference_mode(False):  # what is made there can only be written there
-            sizes = (batch, spec.num_kv_heads, slots)
-            self.keys = torch.zeros(*sizes, spec.head_dim, device=device, dtype=dtype)
-            self.values = torch.zeros(*sizes, spec.v_head_dim, device=device, dtype=dtype)
-        self._rows = _Rows(batch, self.keys.device) if _rows is None else _rows
+            # A row for each slot of each head: a graph writes such a tensor in place by one index.
+            count = batch * spec.num_kv_heads * slots
+            self.slots_of_keys = torch.zeros(count, spec.head_dim, device=device, dtype=dtype)
+            self.slots_of_values = torch.zeros(count, spec.v_head_dim, device=device, dtype=dtype)
+        self.capacity = slots
+        self._rows = _Rows(batch, self.slots_of_keys.device) if _rows is None else _rows
         self._place = self._rows.join(self)
 
     @classmethod
@@ -117,9 +118,14 @@ class KVCache:
         return tuple(caches)
 
     @property
-    def capacity(self) -> int:
-        """The number of slots."""
-        return self.keys.shape[2]
+    def keys(self) -> Tensor:
+        """``[B, Hkv, capacity, D]``, normed and rotated as the layer does."""
+        return self.slots_of_keys.view(self._rows.batch, self.spec.num_kv_heads, self.capacity, self.spec.head_dim)
+
+    @property
+    def values(self) -> Tensor:
+        """``[B, Hkv, capacity, Dv]``."""
+        return self.slots_of_values.view(self._rows.batch, self.spec.num_kv_heads, self.capacity, self.spec.v_head_dim)
 
     @property
     def lengths(self) -> Tensor:
@@ -173,18 +179,20 @@ class KVCache:
         self._check(keys, values, (rows.batch, count))
         capacity = self._room(count)
         self._grow(capacity)
-        slots = rows.find("slots", count, capacity, self.kind)
-        if slots is None:
+        at = rows.find("slots", count, capacity, self.kind, self.spec.num_kv_heads)
+        if at is None:
             positions = self.positions(count)
             if self.kind == "sliding":
                 positions = positions % capacity
             else:
                 _require(rows.lengths + count <= capacity, "a row of the cache is full")
-            slots = positions
-            rows.keep(slots, "slots", count, capacity, self.kind)
-        index = torch.arange(rows.batch, device=slots.device)[:, None]
-        self.keys[index, :, slots] = keys.transpose(1, 2)
-        self.values[index, :, slots] = values.transpose(1, 2)
+            at = (
+                self._at(torch.arange(rows.batch, device=positions.device)[:, None], positions)
+                .transpose(1, 2)
+                .flatten()
+            )
+            rows.keep(at, "slots", count, capacity, self.kind, self.spec.num_kv_heads)
+        self._write(at, keys, values)
         rows.wrote(self._place, count)
         return self.keys, self.values
 
@@ -220,8 +228,7 @@ class KVCache:
             slots = slots % self.capacity
         else:
             _require(rows.lengths + counts <= self.capacity, "a row of the cache is full")
-        self.keys[row, :, slots] = keys[0].transpose(0, 1)
-        self.values[row, :, slots] = values[0].transpose(0, 1)
+        self._write(self._at(row, slots).transpose(0, 1).flatten(), keys, values)
         rows.wrote(self._place, counts, most=total)
 
     def rollback(self, lengths: Tensor) -> None:
@@ -269,6 +276,16 @@ class KVCache:
                 f"it, got {shown(length)}; reset() the cache, or give the longest length from the first call on"
             )
 
+    def _at(self, row: Tensor, slot: Tensor) -> Tensor:
+        """Where the heads of a slot are, ``[..., Hkv]``."""
+        heads = self.spec.num_kv_heads
+        return ((row * heads)[..., None] + torch.arange(heads, device=slot.device)) * self.capacity + slot[..., None]
+
+    def _write(self, at: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values ``[B, Hkv, N, width]``, in this order, where ``at`` says."""
+        self.slots_of_keys.index_copy_(0, at, keys.reshape(-1, keys.shape[3]))
+        self.slots_of_values.index_copy_(0, at, values.reshape(-1, values.shape[3]))
+
     def _room(self, count: int) -> int:
         """The number of slots that ``count`` more tokens need."""
         rows = self._rows
@@ -293,18 +310,21 @@ class KVCache:
         more = capacity - self.capacity
         if self.kind == "growing" and more > 0:
             with torch.inference_mode(False):
-                self.keys, self.values = (
+                wide = [
                     torch.cat([x, x.new_zeros(*x.shape[:2], more, x.shape[3])], 2) for x in (self.keys, self.values)
-                )
+                ]
+            self.slots_of_keys, self.slots_of_values = (x.flatten(0, 2) for x in wide)
+            self.capacity = capacity
 
     def _check(self, keys: Tensor, values: Tensor, sizes: tuple[int, int]) -> None:
         spec, (batch, count) = self.spec, sizes
         problems = []
         for name, x, width in (("keys", keys, spec.head_dim), ("values", values, spec.v_head_dim)):
             need = (batch, spec.num_kv_heads, count, width)
-            if x.shape != need or x.dtype is not self.keys.dtype or x.device != self.keys.device:
+            own = self.slots_of_keys
+            if x.shape != need or x.dtype is not own.dtype or x.device != own.device:
                 problems.append(
-                    f"{name} must be {list(need)} of {self.keys.dtype} on {self.keys.device}, as the cache is, "
+                    f"{name} must be {list(need)} of {own.dtype} on {own.device}, as the cache is, "
                     f"got {list(x.shape)} of {x.dtype} on {x.device}"
                 )
             if torch.is_grad_enabled() and x.requires_grad:
@@ -400,7 +420,9 @@ class _Rows:
 
     def to(self, device: torch.device) -> None:
         for cache in self._caches:
-            cache.keys, cache.values = cache.keys.to(device), cache.values.to(device)
+            cache.slots_of_keys, cache.slots_of_values = (
+                x.to(device) for x in (cache.slots_of_keys, cache.slots_of_values)
+            )
         self.lengths, self.furthest = self.lengths.to(device), self.furthest.to(device)
         self._begin()
 

@@ -17,7 +17,7 @@ from polyattn import (
     Reason,
     StructuredMask,
 )
-from polyattn.kernels import features_of, finished, hidden_in_blocks, shut_out
+from polyattn.kernels import features_of, finished, hidden_in_blocks, shut_out, unseen_keys
 from polyattn_fa2 import providers
 from polyattn_fa2._cached import CachedKeys, decode
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
@@ -124,7 +124,8 @@ class FlashBackend(BackendBase):
         )
         cached = CachedKeys.of(layout, request)
         if cached is not None:
-            return FlashPlan(cached, settings, rows=cached.rows_without_keys(layout))
+            rows, keys = cached.rows_without_keys(layout), unseen_keys(layout, request)
+            return FlashPlan(cached, settings, rows, keys)
         window_size = _uniform_window_size(layout, request)
         if window_size is not None:
             sizes = (request.batch, layout.q_len, layout.kv_len)

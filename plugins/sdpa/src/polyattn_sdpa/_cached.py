@@ -75,8 +75,8 @@ def span(lengths: Tensor, q_len: int, kv_len: int, reach: int) -> tuple[int, int
 
 def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, start: int, stop: int, scale: float, want_lse: bool
-) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Hq, Q, Dv]`` and LSE ``[B, Hq, Q]``, which is empty where it is not wanted.
+) -> tuple[Tensor, Tensor | None]:
+    """Output ``[B, Hq, Q, Dv]`` and LSE ``[B, Hq, Q]``, or ``None`` where it is not wanted.
 
     Args:
         q: ``[B, Hq, Q, D]``.
@@ -88,16 +88,18 @@ def decode(
         scale: of the scores.
         want_lse: whether the LSE is wanted.
     """
-    count, group = q.shape[2], q.shape[1] // k.shape[1]
+    batch, heads, count, width = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
     k, v = k[:, :, start:stop], v[:, :, start:stop]
-    rows = q.unflatten(1, (k.shape[1], group)).flatten(2, 3)
+    rows = q.reshape(batch, kv_heads, group * count, width)
     if mask is not None and group > 1:
         mask = mask.expand(-1, -1, group, -1) if count == 1 else mask.repeat(1, 1, group, 1)
     if want_lse:
         output, lse = _kernels.forward(rows, k, v, mask, False, scale)
-        return _by_head(output, group), _by_head(lse, group)
+        return output.reshape(batch, heads, count, v.shape[3]), lse.reshape(batch, heads, count)
     output = scaled_dot_product_attention(rows, k, v, mask, scale=scale)
-    return _by_head(output, group), q.new_empty(0, dtype=accumulation_dtype(q.dtype))
+    return output.reshape(batch, heads, count, v.shape[3]), None
 
 
 def _decode_unread(
@@ -105,6 +107,8 @@ def _decode_unread(
 ) -> tuple[Tensor, Tensor]:
     start, stop = span(lengths, q.shape[2], k.shape[2], reach)
     output, lse = decode(q, k, v, mask[..., start:stop], start, stop, scale, want_lse)
+    if lse is None:  # an operator returns tensors
+        lse = q.new_empty(0, dtype=accumulation_dtype(q.dtype))
     return output.contiguous(), lse.contiguous()
 
 
@@ -118,12 +122,6 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3] if want_lse else (0,), dtype=accumulation_dtype(q.dtype))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
-
-
-def _by_head(x: Tensor, group: int) -> Tensor:
-    """``[B, Hkv, G * Q, ...]`` as ``[B, Hkv * G, Q, ...]``."""
-    heads: Tensor = x.unflatten(2, (group, -1)).flatten(1, 2)
-    return heads
 
 
 def _mask(layout: MaskLayout) -> CachedMask:
