@@ -147,6 +147,11 @@ class KVCache:
         made = self._rows.find("layout", q_len, capacity, window, ring)
         if made is None:
             lengths = self._rows.lengths + q_len
+            if self.kind == "static" and _readable(lengths) and (most := int(lengths.max())) > capacity:
+                raise AttentionInputError(
+                    f"capacity must hold the tokens of each row, got {q_len} new ones after {most - q_len} in a cache "
+                    f"of {capacity} slots; make it larger, or of kind='growing'"
+                )
             made = MaskLayout.cached(lengths, q_len, capacity, window=window, ring=ring, finite=True)
             self._rows.keep(made, "layout", q_len, capacity, window, ring)
         return cast("MaskLayout", made)
@@ -186,11 +191,8 @@ class KVCache:
                 positions = positions % capacity
             else:
                 _require(rows.lengths + count <= capacity, "a row of the cache is full")
-            at = (
-                self._at(torch.arange(rows.batch, device=positions.device)[:, None], positions)
-                .transpose(1, 2)
-                .flatten()
-            )
+            row = torch.arange(rows.batch, device=positions.device)[:, None]
+            at = self._at(row, positions).transpose(1, 2).flatten()
             rows.keep(at, "slots", count, capacity, self.kind, self.spec.num_kv_heads)
         self._write(at, keys, values)
         rows.wrote(self._place, count)
@@ -298,12 +300,6 @@ class KVCache:
             return self.capacity
         if self.kind == "growing":
             return self.capacity if rows.most + count <= self.capacity else max(2 * self.capacity, rows.most + count)
-        known = _readable(rows.lengths)
-        if known and int(rows.lengths.max()) + count > self.capacity:
-            raise AttentionInputError(
-                f"capacity must hold the tokens of each row, got {count} new ones after {int(rows.lengths.max())} in a "
-                f"cache of {self.capacity} slots; make it larger, or of kind='growing'"
-            )
         return self.capacity
 
     def _grow(self, capacity: int) -> None:

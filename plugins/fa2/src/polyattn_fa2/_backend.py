@@ -124,8 +124,7 @@ class FlashBackend(BackendBase):
         )
         cached = CachedKeys.of(layout, request)
         if cached is not None:
-            rows, keys = cached.rows_without_keys(layout), unseen_keys(layout, request)
-            return FlashPlan(cached, settings, rows, keys)
+            return FlashPlan(cached, settings, cached.rows_without_keys(layout), unseen_keys(layout, request))
         window_size = _uniform_window_size(layout, request)
         if window_size is not None:
             sizes = (request.batch, layout.q_len, layout.kv_len)
