@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from cache_schedules import KINDS, ROPES, Schedule, rope
 from polyattn import (
@@ -171,7 +172,7 @@ def test_a_graph_takes_lengths_as_an_input_and_one_serves_every_step():
 def test_a_thousand_steps_take_at_most_two_graphs():
     layer = make()
     cache = KVCache(layer.spec, 1, 1100)
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(lambda hidden: step(layer, cache, hidden), fullgraph=True, backend=counter)
     compiled(torch.randn(1, 7, 32))
     for _ in range(1000):

@@ -288,6 +288,8 @@ class GroupedQueryAttention(nn.Module):
             if past is not None:
                 k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
             elif cache is not None:
+                if low is not None:
+                    k, v = k.to(low), v.to(low)
                 k, v = cache.append(k, v)
         sinks = parts.get("sinks")
         result = prepared(q, k, v, bias=attention_bias, sinks=None if sinks is None else sinks.logits())
