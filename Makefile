@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 .PHONY: help setup demo model smollm2 test nightly nightly-today nightly-oldest nightly-newest lint format hooks bench gpu-test gpu-bench clean
 
 help:
-	@echo "make demo    train the same small model on two backends and compare them"
+	@echo "make demo    train the same small model on two backends, compare them, and let it write"
 	@echo "make smollm2 compare SmolLM2-135M on every backend with transformers' eager, and fine-tune it"
 	@echo "make model   fetch that model alone (98 MB); without it its tests are skipped"
 	@echo "make test    run every test that takes seconds"

@@ -467,8 +467,12 @@ def test_prepared_state_says_what_will_run(calls):
     }
 
 
-def test_the_provider_without_dropout_and_softcap_does_not_declare_them():
+def test_the_provider_without_dropout_softcap_and_key_lengths_does_not_declare_them():
     with stand_in("torch_varlen"):
-        assert backends.resolve("fa", {"provider": "torch_varlen"}).abilities == ABILITIES - {"dropout", "softcap"}
+        assert backends.resolve("fa", {"provider": "torch_varlen"}).abilities == ABILITIES - {
+            "dropout",
+            "softcap",
+            "kv_lengths",
+        }
     with stand_in("flash_attn"):
         assert backends.get("fa").abilities == ABILITIES

@@ -105,6 +105,72 @@ def test_use_works_through_wrappers():
     assert implementations_of(wrapped) == {"polyattn_eager"}
 
 
+def hybrid():
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(config).eval()
+
+
+def test_each_type_of_layer_runs_on_the_backend_that_was_named_for_it(monkeypatch):
+    ran = []
+    for name in ("eager", "sdpa"):
+        kind = type(backends.get(name))
+
+        def watched(self, *tensors, attend=kind.attend, name=name, **rest):
+            ran.append(name)
+            return attend(self, *tensors, **rest)
+
+        monkeypatch.setattr(kind, "attend", watched)
+    model, tokens = hybrid(), torch.arange(12)[None]
+    want = polyattn_transformers.use(model, "eager")(tokens).logits
+    ran.clear()
+    polyattn_transformers.use(model, {"sliding_attention": "sdpa", "full_attention": "polyattn_eager"})
+    torch.testing.assert_close(model(tokens).logits, want)
+    assert ran == ["sdpa", "eager"] * 2
+    assert implementations_of(model) == {"polyattn_by_layer[sliding_attention=sdpa, full_attention=eager]"}
+    torch.testing.assert_close(copy.deepcopy(model)(tokens).logits, want)
+    generated = model.generate(tokens, max_new_tokens=4, do_sample=False)
+    assert torch.equal(
+        generated, polyattn_transformers.use(model, "sdpa").generate(tokens, max_new_tokens=4, do_sample=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ({"sliding_attention": "sdpa"}, "which has sliding_attention, full_attention, got sliding_attention"),
+        ({}, "which has sliding_attention, full_attention, got none"),
+        ({"sliding_attention": "sdpa", "full_attention": "eager", "chunked_attention": "sdpa"}, "chunked_attention"),
+        ({"sliding_attention": 3, "full_attention": "eager"}, "or a mapping with a name for each type of layer"),
+    ],
+)
+def test_types_of_layers_that_the_model_has_otherwise_are_refused(names, text):
+    model = hybrid()
+    before = implementations_of(model)
+    with pytest.raises(ConfigError, match=text):
+        polyattn_transformers.use(model, names)
+    assert implementations_of(model) == before
+
+
+def test_layers_without_a_type_take_one_backend():
+    model = LlamaForCausalLM(tiny_config(LlamaConfig))
+    with pytest.raises(ConfigError, match="which has layers without a type, got full_attention"):
+        polyattn_transformers.use(model, {"full_attention": "sdpa"})
+    with pytest.raises(ConfigError, match="options must be None beside a backend for each type of layer"):
+        polyattn_transformers.use(model, {"full_attention": "sdpa"}, {"upcast_backward": True})
+
+
 @pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
 def test_use_takes_options_of_the_backend():
     model = polyattn_transformers.use(model_of("llama"), "flex_attention", {"compiled": False})

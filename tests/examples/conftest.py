@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 SETTINGS = {
     "attn_backend": "sdpa",
@@ -34,6 +35,17 @@ SETTINGS = {
 def settings():
     """A fresh copy, to be changed."""
     return copy.deepcopy(SETTINGS)
+
+
+@pytest.fixture
+def tiny_lm():
+    """The command line, in this process."""
+    from tiny_lm.cli import commands
+
+    def invoke(*arguments):
+        return CliRunner().invoke(commands, [str(argument) for argument in arguments])
+
+    return invoke
 
 
 @pytest.fixture

@@ -9,23 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 import polyattn
 from polyattn.registry.discovery import BACKENDS
 from polyattn.registry.names import FIRST_PARTY
 from tiny_lm import checkpoint, report
-from tiny_lm.cli import commands
 from tiny_lm.report import Report, largest_difference
 from tiny_lm.train import Run
-
-
-@pytest.fixture
-def tiny_lm():
-    def invoke(*arguments):
-        return CliRunner().invoke(commands, [str(argument) for argument in arguments])
-
-    return invoke
 
 
 def refused(result):

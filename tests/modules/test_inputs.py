@@ -60,7 +60,7 @@ def refused(layer, kind=AttentionInputError, **call):
         ({"positions": POSITIONS[None]}, "positions must be an integer tensor [B|1, 6] with B=2, got (1, 1, 6)"),
         ({"positions": POSITIONS > 0}, "positions must be an integer tensor [B|1, 6], got torch.bool"),
         ({"positions": POSITIONS.to("meta")}, "positions must be on the device of hidden, cpu, got meta"),
-        ({"kv_positions": POSITIONS}, "kv_positions must come with kv_hidden, whose positions they are"),
+        ({"kv_positions": POSITIONS}, "kv_positions must come with kv_hidden, past or keys_values, whose positions"),
         ({"scope": scope_of(5)}, "q_len=6 and kv_len=6 for these hidden states, got q_len=5 and kv_len=5"),
         ({"scope": None}, "scope must be an AttentionScope, got NoneType"),
     ],

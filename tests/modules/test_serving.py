@@ -61,6 +61,7 @@ def test_what_the_target_computes_has_no_reason_against_it(target):
         ({"sinks": True}, "sinks"),
         ({"scale": 0.5}, "scale"),
         ({"v_head_dim": 4}, "value_width"),
+        ({"input_size": 48}, "input_size"),
         ({"bias": True}, "one_bias"),
     ],
 )
@@ -83,6 +84,9 @@ def test_targets_differ_in_a_missing_norm_in_windows_and_in_partial_rotation():
     assert codes("sglang_eagle", window=4) == ["window"]
     assert codes("sglang_dflash", rope=partial) == ["partial_rotary"]
     assert codes("sglang_eagle", rope=partial) == []
+    double = 2 * SPEC.hidden_size
+    assert codes("sglang_dflash", input_size=double) == ["input_size"]
+    assert codes("sglang_eagle", input_size=double) == []
 
 
 def test_an_unknown_target_lists_the_known_ones():

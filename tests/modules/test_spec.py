@@ -155,8 +155,6 @@ def test_a_wrong_field_of_the_written_form_is_named(changes, text):
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("input_size", 64, "must be None: an input of another width than hidden_size is not built yet, got 64"),
-        ("layout", "full", "must be None: a layer that names its layout is not built yet, got 'full'"),
         ("output_gate", "head", "must be None: a gate on the output is not built yet, got 'head'"),
         ("value_norm", {"eps": 1e-6}, "must be None: a norm of the values is not built yet, got dict"),
         (
@@ -318,3 +316,24 @@ def test_drafts_of_older_conventions_are_read_by_naming_them():
     assert isinstance(AttentionSpec.from_hf(config, convention="dflash").rope, RopeSpec)
     with pytest.raises(RopeConfigError, match="refused under convention 'eagle'"):
         AttentionSpec.from_hf(config, convention="eagle")
+
+
+def test_the_first_layer_of_an_eagle3_draft_reads_twice_the_hidden_width_and_is_written_so():
+    config = {**AttentionSpec.from_dict(golden("llama")).to_hf("llama"), "architectures": ["LlamaForCausalLMEagle3"]}
+    read = [AttentionSpec.from_hf(config, layer=layer, convention="eagle") for layer in (0, 1)]
+    assert [spec.input_size for spec in read] == [2 * read[0].hidden_size, None]
+    assert AttentionSpec.from_hf(config).input_size is None
+    written = read[0].to_hf("llama", serving_target="sglang_eagle")
+    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert AttentionSpec.from_hf(written, convention="eagle") == read[0]
+    with pytest.raises(ConfigError, match="input_size 99 would be read as None"):
+        dataclasses.replace(read[0], input_size=99).to_hf("llama")
+
+
+def test_the_name_of_a_layout_is_no_part_of_a_configuration():
+    spec = AttentionSpec.from_dict(golden("llama"))
+    named = dataclasses.replace(spec, layout="sliding")
+    assert AttentionSpec.from_dict(named.to_dict()) == named
+    assert AttentionSpec.from_hf(named.to_hf("llama")) == spec
+    with pytest.raises(ConfigError, match="layout must be a name or None, got 3"):
+        dataclasses.replace(spec, layout=3)

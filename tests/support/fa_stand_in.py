@@ -257,7 +257,24 @@ def flash_attn(calls: Calls) -> Any:
         for target, value in zip((dq, dk, dv), grads, strict=True):
             target.copy_(value.view(target.shape))
 
-    functions = {name: value for name, value in locals().items() if name.startswith("_flash_attn")}
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, block_table=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, return_softmax_lse=False,
+    ):  # fmt: skip
+        calls.forward.append(locals().copy())
+        _check(q, k_cache, v_cache, heads=(q.shape[2], k_cache.shape[2]))
+        assert cache_seqlens.dtype is torch.int32, "cache_seqlens must have dtype int32"
+        assert cache_seqlens.shape == q.shape[:1]
+        assert block_table is None
+        rule, queries = _Rule(softmax_scale, causal, *window_size, softcap), q.shape[1]
+        rows = []
+        for one, keys, values, length in zip(q, k_cache, v_cache, cache_seqlens.tolist(), strict=True):
+            run = _Run(*(torch.tensor([0, n], dtype=torch.int32) for n in (queries, length)), queries, length, rule, 0)
+            rows.append(run.forward(one, keys[:length], values[:length]))
+        output, lse = (torch.stack(parts) for parts in zip(*rows, strict=True))
+        return (output, lse) if return_softmax_lse else output
+
+    functions = {name: value for name, value in locals().items() if "flash_attn" in name}
     return types.SimpleNamespace(**functions)
 
 

@@ -44,6 +44,7 @@ _MODULES = {
         "AttentionConfig",
         "AttentionSpec",
         "GroupedQueryAttention",
+        "KVCache",
         "PackedTree",
         "QKNorm",
         "check_servable",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from polyattn._layout import MaskLayout, StructuredMask
+from polyattn._layout.cached import CachedMask
 from polyattn._layout.structured import WORDS
 from polyattn._layout.union import UnionMask
 from polyattn._reasons import Reason
@@ -58,6 +59,9 @@ def _of_layout(layout: MaskLayout) -> dict[str, str]:
         for part in mask.parts:
             found |= _of_structure(part.mask)
         found["union"] = f"{len(mask.parts)} structures"
+    elif isinstance(mask, CachedMask):
+        found["kv_lengths"] = "a ring of cached keys" if mask.ring else "cached keys"
+        found |= {} if mask.window is None else {"window": f"window {mask.window}"}
     elif isinstance(mask, StructuredMask):
         found = _of_structure(mask)
     elif callable(mask):

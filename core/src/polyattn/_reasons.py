@@ -20,6 +20,7 @@ FEATURES = (
     "two_sided_window",
     "union",
     "positions",
+    "kv_lengths",
     "dense",
     "mask_mod",
     "per_head_mask",

@@ -7,6 +7,7 @@ every module boundary to cast their tensors, which would turn FP32 tables into B
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
@@ -33,19 +34,29 @@ class AttentionScope:
     layers; let it go with the forward. Filling it inside a checkpointed region cannot be traced.
 
     Args:
-        layout: the mask of the forward; layers may narrow it with ``window=`` or bring another with ``layout=``.
+        layout: the mask of the forward; layers may narrow it with ``window=`` or bring another with ``layout=``. Or
+            several by name, ``{"full": a, "sliding": b}``, of which each layer names its own.
         context_layout: the mask of layers that also attend to context keys, over context and own keys together;
-            ``None`` when ``layout`` already is that mask.
+            ``None`` when ``layout`` already is that mask, as it always is where layouts have names.
         length: of the sequence (largest position + 1, cached keys included), for rotary specs whose frequencies depend
             on it; a host int, never read off the positions.
     """
 
     def __init__(
-        self, layout: MaskLayout, *, context_layout: MaskLayout | None = None, length: int | None = None
+        self,
+        layout: MaskLayout | Mapping[str, MaskLayout],
+        *,
+        context_layout: MaskLayout | None = None,
+        length: int | None = None,
     ) -> None:
-        check_layout_type(layout)
+        named: Any = layout if isinstance(layout, Mapping) else {None: layout}
+        layouts: dict[str | None, MaskLayout] = dict(named)
+        for name, one in layouts.items():
+            check_layout_type(one, "layout" if name is None else f"layout[{shown(name)}]")
         if context_layout is not None:
             check_layout_type(context_layout, "context_layout")
+            if None not in layouts:
+                raise LayoutError("context_layout must be None where layouts have names; give it a name of its own")
         if length is not None and (
             isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0
         ):
@@ -53,15 +64,31 @@ class AttentionScope:
                 f"length must be an int >= 0, the length of the sequence, or None, got {shown(length)}; "
                 "a host int, never a tensor"
             )
-        self._layout = layout
+        self._layouts = layouts
         self._context_layout = context_layout
         self._length = length
         self._kept: dict[str, list[tuple[object, tuple[object, ...], Any]]] = {}
 
     @property
     def layout(self) -> MaskLayout:
-        """The mask of the forward; another forward has another scope."""
-        return self._layout
+        """The mask of the forward; another forward has another scope. An error where several have names."""
+        return self.layout_of(None)
+
+    def layout_of(self, name: str | None) -> MaskLayout:
+        """The layout that a layer names; ``None``: the only one, which has no name.
+
+        Raises:
+            LayoutError: there is none of that name.
+        """
+        found = self._layouts.get(name)
+        if found is None:
+            asked = "no name" if name is None else f"the name {shown(name)}"
+            has = ", ".join("one without a name" if known is None else shown(known) for known in self._layouts)
+            raise LayoutError(
+                f"layout must be one that the scope has, got {asked} in the layer's spec and a scope that has {has}; "
+                "name the layer's in its spec (layout=...) and make the scope as AttentionScope({name: layout, ...})"
+            )
+        return found
 
     @property
     def context_layout(self) -> MaskLayout | None:
@@ -130,7 +157,7 @@ class AttentionScope:
         """
         resolved = resolve_backend(backend) if isinstance(backend, str) else backend
         if layout is None:
-            layout = self._layout
+            layout = self.layout
         else:
             check_layout_type(layout)
         if window is not None:

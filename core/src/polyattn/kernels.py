@@ -29,6 +29,7 @@ from polyattn._derivatives import transforming
 from polyattn._errors import AttentionInputError
 from polyattn._features import features_of, missing_abilities
 from polyattn._layout import MaskLayout
+from polyattn._layout.cached import CachedMask
 from polyattn._reasons import DTYPES
 from polyattn._request import AttentionRequest
 from polyattn._tensors import FLOATING, accumulation_dtype, autocast_dtype
@@ -36,6 +37,7 @@ from polyattn._tensors import FLOATING, accumulation_dtype, autocast_dtype
 __all__ = [
     "DTYPES",
     "FLOATING",
+    "CachedMask",
     "accumulation_dtype",
     "apply_sinks",
     "autocast_dtype",

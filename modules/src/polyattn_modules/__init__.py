@@ -1,5 +1,6 @@
 """Attention layers on prepared attention: layers, their specs, what serving engines can read, and training configs."""
 
+from polyattn_modules.cache import KVCache
 from polyattn_modules.config import AttentionConfig
 from polyattn_modules.fields import QKNorm
 from polyattn_modules.gqa import GroupedQueryAttention
@@ -13,6 +14,7 @@ __all__ = [
     "AttentionConfig",
     "AttentionSpec",
     "GroupedQueryAttention",
+    "KVCache",
     "NextTokens",
     "PackedTree",
     "QKNorm",

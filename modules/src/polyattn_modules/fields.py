@@ -67,7 +67,11 @@ def _flag() -> Any:
 
 def _size() -> Any:
     # At most what a tensor can be wide. A size that was not given is None, which no structure can have.
-    return _field("an int from 1 to 2147483647", lambda value: _is_int(value) and 1 <= value < 2**31)
+    return _field("an int from 1 to 2147483647", _fits_a_size)
+
+
+def _fits_a_size(value: object) -> bool:
+    return isinstance(value, int) and _is_int(value) and 1 <= value < 2**31
 
 
 def _later(neutral: object, feature: str) -> Any:
@@ -108,9 +112,8 @@ class Structure:
         softcap: ``c`` in ``c * tanh(scores / c)``, or ``None``.
         sinks: whether each query head has a learned sink logit.
         scale: factor of the scores, or ``None`` for ``head_dim ** -0.5``.
-        input_size: width of what q, k and v are projected from; ``None`` for ``hidden_size``, the only one built yet.
-        layout: name of the layout of the scope that the layer uses; ``None`` for the only one, which is all that is
-            built yet.
+        input_size: width of what q, k and v are projected from; ``None`` for ``hidden_size``.
+        layout: name of the layout of the scope that the layer uses; ``None`` for the only one.
         output_gate: a gate on the output before its projection, per ``"head"`` or ``"channel"``; ``None`` for no gate,
             which is all that is built yet.
         value_norm: a norm of the values; ``None`` for no norm, which is all that is built yet.
@@ -134,8 +137,8 @@ class Structure:
     softcap: float | None = _or_none("a positive number", _is_positive)
     sinks: bool = _flag()
     scale: float | None = _or_none("a positive number", _is_positive)
-    input_size: int | None = _later(None, "an input of another width than hidden_size")
-    layout: str | None = _later(None, "a layer that names its layout")
+    input_size: int | None = _or_none("an int from 1 to 2147483647", _fits_a_size)
+    layout: str | None = _or_none("a name", lambda value: isinstance(value, str) and value != "")
     output_gate: Literal["head", "channel"] | None = _later(None, "a gate on the output")
     value_norm: Mapping[str, Any] | None = _later(None, "a norm of the values")
     shared_keys_values: bool = _later(False, "a layer with the keys and values of another one")

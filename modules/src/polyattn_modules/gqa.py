@@ -18,19 +18,22 @@ from polyattn import (
     AttentionScope,
     RopeSpec,
     RotaryEmbedding,
+    RotaryTables,
     UnsupportedAttentionError,
     apply_rotary,
 )
 from polyattn.registry import AUTO, readers
 from polyattn.rope import rotate_channels, rotate_heads
 from polyattn.select import resolve_backend
+from polyattn_modules.cache import KVCache
 from polyattn_modules.fields import FIELDS, QKNorm, structure_of
-from polyattn_modules.inputs import check_attribute, check_dtype, check_making, check_part
+from polyattn_modules.inputs import check_attribute, check_dtype, check_making, check_part, check_projected
 from polyattn_modules.kind import LayerKind
 from polyattn_modules.norm import RMSNorm
-from polyattn_modules.projections import keys_and_values, load_either_form
+from polyattn_modules.projections import keys_and_values, load_either_form, queries
 from polyattn_modules.reading import read_scope
 from polyattn_modules.sinks import HeadSinks
+from polyattn_modules.sources import NOTHING, KeySource, Pair
 from polyattn_modules.spec import AttentionSpec
 
 
@@ -95,13 +98,13 @@ class GroupedQueryAttention(nn.Module):
         spec = AttentionSpec.of(structure)
         kind = LayerKind(resolve_backend(backend, backend_options), spec)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        width = spec.head_dim
+        width, inputs = spec.head_dim, hidden_size if spec.input_size is None else spec.input_size
         self._widths = widths = (num_heads * width, num_kv_heads * width, num_kv_heads * spec.v_head_dim)
         if fused_qkv:
-            self.qkv_proj = nn.Linear(hidden_size, sum(widths), bias=spec.bias, **made)
+            self.qkv_proj = nn.Linear(inputs, sum(widths), bias=spec.bias, **made)
         else:
             for name, size in zip(("q_proj", "k_proj", "v_proj"), widths, strict=True):
-                setattr(self, name, nn.Linear(hidden_size, size, bias=spec.bias, **made))
+                setattr(self, name, nn.Linear(inputs, size, bias=spec.bias, **made))
         self.o_proj = nn.Linear(num_heads * spec.v_head_dim, hidden_size, bias=spec.output_bias, **made)
         self.q_norm = _make_norm(spec, num_heads, made)
         self.k_norm = _make_norm(spec, num_kv_heads, made)
@@ -184,6 +187,9 @@ class GroupedQueryAttention(nn.Module):
         positions: Tensor | None,
         kv_hidden: Tensor | None = None,
         *,
+        cache: KVCache | None = None,
+        past: Pair | None = None,
+        keys_values: Pair | None = None,
         kv_positions: Tensor | None = None,
         attention_bias: Tensor | None = None,
         return_lse: bool = False,
@@ -193,7 +199,8 @@ class GroupedQueryAttention(nn.Module):
         Only shape, dtype, device and ``requires_grad`` of the hidden states count, so the model's first ones serve all
         layers.
         """
-        read_scope(self, self.kind, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse)
+        source = KeySource(kv_hidden, past, keys_values, cache, kv_positions)
+        read_scope(self, self.kind, scope, hidden, positions, source, attention_bias, return_lse)
 
     def forward(
         self,
@@ -202,6 +209,9 @@ class GroupedQueryAttention(nn.Module):
         positions: Tensor | None,
         kv_hidden: Tensor | None = None,
         *,
+        cache: KVCache | None = None,
+        past: Pair | None = None,
+        keys_values: Pair | None = None,
         kv_positions: Tensor | None = None,
         attention_bias: Tensor | None = None,
         return_lse: bool = False,
@@ -209,11 +219,20 @@ class GroupedQueryAttention(nn.Module):
         """Attend.
 
         Args:
-            hidden: ``[B, S, hidden_size]``.
-            scope: the forward's scope; its layout has ``q_len == S``, and ``kv_len == S`` or, with context, ``C + S``.
-            positions: Int ``[B|1, S]``, or ``[A, B|1, S]`` for multi-axis rotary specs; ``None`` will do without rope.
-            kv_hidden: ``[B, C, hidden_size]``, a second hidden state whose keys and values come before the layer's own.
-            kv_positions: positions of the context keys, shaped like ``positions`` with C; required with rope.
+            hidden: ``[B, S, hidden_size]``, or ``[B, S, input_size]`` where the spec says one.
+            scope: the forward's scope; its layout (that of the spec's name where it has several) has ``q_len == S``,
+                and ``kv_len == S``, ``C + S`` with C keys before them, or the number of keys that are given instead.
+            positions: Int ``[B|1, S]``, or ``[A, B|1, S]`` for multi-axis rotary specs; ``None`` will do without rope,
+                and with a cache, which has them.
+            kv_hidden: ``[B, C, input_size]``, a second hidden state whose keys and values come before the layer's own.
+            cache: of this layer. It takes the new keys and gives those of all tokens; the scope's layout is
+                ``cache.layout(S)``. Only without gradients.
+            past: ``(k, v)``, ``[B, G, C, D]`` and ``[B, G, C, V]``, that come before the layer's own and are not
+                projected again; see :meth:`keys_values`. Differentiable.
+            keys_values: ``(k, v)`` instead of the layer's own, which are not computed. At most one of ``kv_hidden``,
+                ``cache``, ``past`` and ``keys_values``.
+            kv_positions: positions of these keys, shaped like ``positions`` with C. Required for ``kv_hidden`` with
+                rope; and by a window, where the layout does not say where keys stand.
             attention_bias: floating, broadcastable to ``[B, H, S, K]``.
             return_lse: return ``AttentionResult(output, lse)`` with the projected output instead of the output alone.
 
@@ -221,12 +240,15 @@ class GroupedQueryAttention(nn.Module):
             ``[B, S, hidden_size]``.
 
         Raises:
-            AttentionInputError: a shape, dtype or device does not fit; raised before any matrix product.
+            AttentionInputError: a shape, dtype or device does not fit, or two sources of keys are given; raised before
+                any matrix product.
             LayoutError, UnsupportedAttentionError: see :meth:`AttentionBackend.prepare`; likewise.
         """
         kind = self.kind
+        alone = kv_hidden is None and cache is None and past is None and keys_values is None and kv_positions is None
+        source = NOTHING if alone else KeySource(kv_hidden, past, keys_values, cache, kv_positions)
         prepared, tables, context_tables, factors, low = read_scope(
-            self, kind, scope, hidden, positions, kv_hidden, kv_positions, attention_bias, return_lse
+            self, kind, scope, hidden, positions, source, attention_bias, return_lse
         )
         parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
         first = parts["qkv_proj" if self.fused_qkv else "q_proj"]
@@ -234,7 +256,10 @@ class GroupedQueryAttention(nn.Module):
         spec, early, late = kind.spec, kind.early, kind.late
         width, v_width = spec.head_dim, spec.v_head_dim
         try:
-            if self.fused_qkv:
+            if keys_values is not None:
+                q = queries(first, hidden, self._widths) if self.fused_qkv else first(hidden)
+                k, v = keys_values
+            elif self.fused_qkv:
                 q, k, v = first(hidden).split(self._widths, -1)
             else:
                 q, k, v = first(hidden), parts["k_proj"](hidden), parts["v_proj"](hidden)
@@ -242,32 +267,54 @@ class GroupedQueryAttention(nn.Module):
             if low is None:
                 check_dtype(hidden, first)
             raise
-        batch, length, _ = hidden.shape
-        q = q.view(batch, length, q.shape[2] // width, width)
-        k = k.view(batch, length, k.shape[2] // width, width)
-        v = v.view(batch, length, v.shape[2] // v_width, v_width).transpose(1, 2)
-        if early is not None:
-            q, k = _normed(q, q_norm, early), _normed(k, k_norm, early)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if factors is not None and q.device == k.device == hidden.device:
-            q, k = rotate_channels(q, *factors), rotate_channels(k, *factors)
-        elif tables is not None and rotary is not None:
-            q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
-        if late is not None:
-            q, k = _normed_by_head(q, q_norm, late), _normed_by_head(k, k_norm, late)
-        if kv_hidden is not None:
-            context_k, context_v = self._project_context(kv_hidden)
-            context_k, context_v = _by_head(context_k, width), _by_head(context_v, v_width)
+        if keys_values is not None:
+            q = self._ready(_by_head(q, width), q_norm, tables)
+        else:
+            batch, length, _ = hidden.shape
+            q = q.view(batch, length, q.shape[2] // width, width)
+            k = k.view(batch, length, k.shape[2] // width, width)
+            v = v.view(batch, length, v.shape[2] // v_width, v_width).transpose(1, 2)
             if early is not None:
-                context_k = _normed_by_head(context_k, k_norm, early)
-            if context_tables is not None and rotary is not None:
-                context_k = rotate_heads(context_k, context_tables, interleaved=rotary.spec.interleaved)
-            k = torch.cat((context_k if late is None else _normed_by_head(context_k, k_norm, late), k), 2)
-            v = torch.cat((context_v, v), 2)
+                q, k = _normed(q, q_norm, early), _normed(k, k_norm, early)
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+            if factors is not None and q.device == k.device == hidden.device:
+                q, k = rotate_channels(q, *factors), rotate_channels(k, *factors)
+            elif tables is not None and rotary is not None:
+                q, k = apply_rotary(q, k, tables, interleaved=rotary.spec.interleaved)
+            if late is not None:
+                q, k = _normed_by_head(q, q_norm, late), _normed_by_head(k, k_norm, late)
+            if kv_hidden is not None:
+                past = self._project_keys(kv_hidden, context_tables)
+            if past is not None:
+                k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+            elif cache is not None:
+                if low is not None:
+                    k, v = k.to(low), v.to(low)
+                k, v = cache.append(k, v)
         sinks = parts.get("sinks")
         result = prepared(q, k, v, bias=attention_bias, sinks=None if sinks is None else sinks.logits())
         output: Tensor = parts["o_proj"](result.output.transpose(1, 2).flatten(2))
         return AttentionResult(output, result.lse) if return_lse else output
+
+    def keys_values(self, hidden: Tensor, positions: Tensor | None, *, scope: AttentionScope | None = None) -> Pair:
+        """The layer's keys and values of these hidden states, normed and rotated, for ``past=`` or ``keys_values=``.
+
+        Args:
+            hidden: ``[B, S, hidden_size]``, or ``[B, S, input_size]`` where the spec says one.
+            positions: Int ``[B|1, S]``, or ``[A, B|1, S]`` for multi-axis rotary specs; ``None`` will do without rope.
+            scope: shares rotary tables among layers, and has the length that some rotary rules depend on.
+
+        Returns:
+            ``[B, G, S, D]`` and ``[B, G, S, V]``; differentiable.
+
+        Raises:
+            AttentionInputError: a shape, dtype or device does not fit.
+        """
+        check_projected(self.spec, hidden, positions)
+        rotary, tables = self.rotary, None
+        if rotary is not None and positions is not None:
+            tables = rotary(positions) if scope is None else scope.rotary(rotary, positions)
+        return self._project_keys(hidden, tables)
 
     def extra_repr(self) -> str:
         """Backend and window, for ``print(model)``."""
@@ -282,12 +329,24 @@ class GroupedQueryAttention(nn.Module):
             raise UnsupportedAttentionError(kind.backend.name, reasons)
         return kind
 
-    def _project_context(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, ``[B, C, heads * width]``."""
-        if not self.fused_qkv:
-            parts: dict[str, Any] = self._modules
-            return parts["k_proj"](hidden), parts["v_proj"](hidden)
-        return keys_and_values(self.qkv_proj, hidden, self._widths)
+    def _project_keys(self, hidden: Tensor, tables: RotaryTables | None) -> Pair:
+        """Keys and values ``[B, G, S, width]`` of hidden states, without their queries."""
+        parts: dict[str, Any] = self._modules
+        if self.fused_qkv:
+            k, v = keys_and_values(self.qkv_proj, hidden, self._widths)
+        else:
+            k, v = parts["k_proj"](hidden), parts["v_proj"](hidden)
+        k = self._ready(_by_head(k, self.spec.head_dim), parts.get("k_norm"), tables)
+        return k, _by_head(v, self.spec.v_head_dim)
+
+    def _ready(self, x: Tensor, norm: nn.Module | None, tables: RotaryTables | None) -> Tensor:
+        """Queries or keys ``[B, H, S, D]``, normed and rotated."""
+        early, late, rotary = self.kind.early, self.kind.late, self.rotary
+        if early is not None:
+            x = _normed_by_head(x, norm, early)
+        if tables is not None and rotary is not None:
+            x = rotate_heads(x, tables, interleaved=rotary.spec.interleaved)
+        return x if late is None else _normed_by_head(x, norm, late)
 
 
 def _make_norm(spec: AttentionSpec, heads: int, made: dict[str, Any]) -> RMSNorm | None:

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyattn import AttentionInputError, AttentionScope, ConfigError
+from polyattn import AttentionInputError, AttentionScope, ConfigError, MaskLayout
 from polyattn.kernels import FLOATING
 from polyattn.messages import shown
+from polyattn_modules.cache import KVCache
 from polyattn_modules.fields import FIELDS, given
+from polyattn_modules.sources import KeySource
 from polyattn_modules.spec import AttentionSpec
 
 #: Submodules of a layer that its structure decides about, and the field that does.
@@ -65,17 +67,27 @@ def check_attribute(name: str, value: object) -> None:
         )
 
 
-def check_types(scope: AttentionScope, hidden: Tensor, kv_hidden: Tensor | None) -> None:
-    """Refuse arguments of other types.
+def check_types(scope: AttentionScope, hidden: Tensor, source: KeySource) -> None:
+    """Refuse arguments of other types, and two sources of keys.
 
     Raises:
         AttentionInputError: the first that is wrong.
     """
     if not isinstance(scope, AttentionScope):
         raise AttentionInputError(f"scope must be an AttentionScope, got {type(scope).__name__}")
-    if not isinstance(hidden, Tensor) or not (kv_hidden is None or isinstance(kv_hidden, Tensor)):
-        name, x = ("kv_hidden", kv_hidden) if isinstance(hidden, Tensor) else ("hidden", hidden)
-        raise AttentionInputError(f"{name} must be a floating tensor [B, S, hidden_size], got {type(x).__name__}")
+    for name, x in (("hidden", hidden), ("kv_hidden", source.kv_hidden)):
+        if not isinstance(x, Tensor) and (x is not None or name == "hidden"):
+            raise AttentionInputError(f"{name} must be a floating tensor [B, S, hidden_size], got {type(x).__name__}")
+    given_by, pair = source.name, source.pair
+    if pair is not None and not (
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, Tensor) for x in pair)
+    ):
+        raise AttentionInputError(
+            f"{given_by} must be a pair of tensors (keys, values), as layer.keys_values gives it, "
+            f"got {type(pair).__name__}"
+        )
+    if source.cache is not None and not isinstance(source.cache, KVCache):
+        raise AttentionInputError(f"cache must be a KVCache, got {type(source.cache).__name__}")
 
 
 def check_inputs(
@@ -83,32 +95,36 @@ def check_inputs(
     scope: AttentionScope,
     hidden: Tensor,
     positions: Tensor | None,
-    kv_hidden: Tensor | None,
-    kv_positions: Tensor | None,
-) -> None:
+    source: KeySource,
+    low: torch.dtype | None,
+    needs_grad: bool,
+) -> MaskLayout:
     """Refuse what does not fit together; one message names every fault.
 
     Args:
         spec: of the layer.
         scope: of the forward.
-        hidden: ``[B, S, hidden_size]``.
+        hidden: ``[B, S, input_size]``.
         positions: Int ``[B|1, S]`` or ``[A, B|1, S]``; not looked at without a rotary spec.
-        kv_hidden: ``[B, C, hidden_size]`` or ``None``.
-        kv_positions: like ``positions`` with C; must be ``None`` without ``kv_hidden``.
+        source: other keys.
+        low: the autocast dtype.
+        needs_grad: whether gradients will be asked for.
+
+    Returns:
+        The layout of the forward.
 
     Raises:
         AttentionInputError: a type, shape, dtype or device does not fit.
+        LayoutError: the scope has no layout of the name that the layer gives.
     """
-    width = spec.hidden_size
+    kv_hidden, pair, cache = source.kv_hidden, source.pair, source.cache
     problems = [
-        f"{name} must be a floating tensor [B, S, {width}], got {x.dtype} {tuple(x.shape)}"
-        for name, x in (("hidden", hidden), ("kv_hidden", kv_hidden))
-        if x is not None and (x.dim() != 3 or x.shape[2] != width or x.dtype not in FLOATING)
+        problem for name, x in (("hidden", hidden), ("kv_hidden", kv_hidden)) for problem in _of_hidden(spec, name, x)
     ]
     if problems:
         raise AttentionInputError("; ".join(problems))
     batch, length, _ = hidden.shape
-    context = 0 if kv_hidden is None else kv_hidden.shape[1]
+    keys = 0 if kv_hidden is None else kv_hidden.shape[1]
     if kv_hidden is not None:
         for what, got, need in (
             ("batch", kv_hidden.shape[0], batch),
@@ -117,21 +133,103 @@ def check_inputs(
         ):
             if got != need:
                 problems.append(f"kv_hidden must have the {what} of hidden, {need}, got {got}")
-    elif kv_positions is not None:
-        problems.append("kv_positions must come with kv_hidden, whose positions they are, got kv_positions alone")
-    layout = scope.layout if kv_hidden is None or scope.context_layout is None else scope.context_layout
-    if layout.q_len != length or layout.kv_len != context + length:
+    elif pair is not None:
+        keys = pair[0].shape[2] if pair[0].dim() == 4 else -1
+        for name, x, width in (("keys", pair[0], spec.head_dim), ("values", pair[1], spec.v_head_dim)):
+            shape = (batch, spec.num_kv_heads, keys, width)
+            if x.shape != shape or x.dtype not in (hidden.dtype, low) or x.device != hidden.device:
+                fit = f"[{batch}, {spec.num_kv_heads}, K, {width}] of {hidden.dtype} on {hidden.device}"
+                problems.append(
+                    f"the {name} of {source.name} must be {fit}, got {list(x.shape)} of {x.dtype} on {x.device}"
+                )
+    elif source.positions is not None:
         problems.append(
-            f"the scope's layout must have q_len={length} and kv_len={context + length} for these hidden states, "
+            "kv_positions must come with kv_hidden, past or keys_values, whose positions they are, got kv_positions "
+            "alone"
+        )
+    if cache is not None:
+        if problems:
+            raise AttentionInputError("; ".join(problems))
+        return _of_cache(spec, scope, hidden, positions, cache, needs_grad)
+    layout = scope.layout_of(spec.layout)
+    if source.name is not None and scope.context_layout is not None:
+        layout = scope.context_layout
+    total = keys if source.keys_values is not None else keys + length
+    if layout.q_len != length or layout.kv_len != total:
+        problems.append(
+            f"the scope's layout must have q_len={length} and kv_len={total} for these hidden states, "
             f"got q_len={layout.q_len} and kv_len={layout.kv_len}; make a scope for each forward"
         )
     if spec.rope is not None:
         axes = 0 if spec.rope.axes is None else len(spec.rope.axes.sections)
         problems += _of_positions("positions", positions, (batch, length), axes, hidden.device)
-        if kv_hidden is not None:
-            problems += _of_positions("kv_positions", kv_positions, (batch, context), axes, hidden.device)
+        if kv_hidden is not None or (pair is not None and source.positions is not None):
+            problems += _of_positions("kv_positions", source.positions, (batch, keys), axes, hidden.device)
     if problems:
         raise AttentionInputError("; ".join(problems))
+    return layout
+
+
+def check_projected(spec: AttentionSpec, hidden: Tensor, positions: Tensor | None) -> None:
+    """Refuse hidden states and positions that keys and values cannot be made of.
+
+    Raises:
+        AttentionInputError: a type, shape or device does not fit.
+    """
+    if not isinstance(hidden, Tensor):
+        raise AttentionInputError(f"hidden must be a floating tensor [B, S, hidden_size], got {type(hidden).__name__}")
+    problems = _of_hidden(spec, "hidden", hidden)
+    if not problems and spec.rope is not None:
+        axes = 0 if spec.rope.axes is None else len(spec.rope.axes.sections)
+        problems = _of_positions("positions", positions, (hidden.shape[0], hidden.shape[1]), axes, hidden.device)
+    if problems:
+        raise AttentionInputError("; ".join(problems))
+
+
+def _of_hidden(spec: AttentionSpec, name: str, x: Tensor | None) -> list[str]:
+    width = spec.hidden_size if spec.input_size is None else spec.input_size
+    if x is None or (x.dim() == 3 and x.shape[2] == width and x.dtype in FLOATING):
+        return []
+    return [f"{name} must be a floating tensor [B, S, {width}], got {x.dtype} {tuple(x.shape)}"]
+
+
+def _of_cache(
+    spec: AttentionSpec,
+    scope: AttentionScope,
+    hidden: Tensor,
+    positions: Tensor | None,
+    cache: KVCache,
+    needs_grad: bool,
+) -> MaskLayout:
+    """The layout of a forward with a cache, which gives it, and the positions too."""
+    batch, length, _ = hidden.shape
+    problems = []
+    if needs_grad:
+        problems.append("a cache takes no gradients: call under torch.no_grad(), or train with past= or kv_hidden=")
+    for name in ("num_kv_heads", "head_dim", "v_head_dim", "window"):
+        got, need = getattr(cache.spec, name), getattr(spec, name)
+        if got != need:
+            problems.append(f"the cache must be made for the layer's spec, with {name}={need}, got {got}")
+    if len(cache.lengths) != batch:
+        problems.append(f"the cache must have the batch of hidden, {batch}, got {len(cache.lengths)} rows")
+    layout, own = scope.layout_of(spec.layout), cache.layout(length)
+    if layout is not own:
+        problems.append(
+            f"the scope's layout must be that of the cache, cache.layout({length}), made anew for each call, "
+            f"got {layout.describe()}"
+        )
+    several = spec.rope is not None and spec.rope.axes is not None
+    if several and positions is not None:
+        axes = len(spec.rope.axes.sections) if spec.rope is not None and spec.rope.axes is not None else 0
+        problems += _of_positions("positions", positions, (batch, length), axes, hidden.device)
+    elif positions is not None and positions is not cache.positions(length):
+        problems.append(
+            f"positions must be those of the cache, cache.positions({length}), made anew for each call, or None, "
+            f"got others, of shape {list(positions.shape)}"
+        )
+    if problems:
+        raise AttentionInputError("; ".join(problems))
+    return own
 
 
 def check_part(spec: AttentionSpec, name: str, part: object) -> None:

@@ -29,6 +29,15 @@ def keys_and_values(fused: nn.Module, hidden: Tensor, widths: Sequence[int]) -> 
     return k, v
 
 
+def queries(fused: nn.Module, hidden: Tensor, widths: Sequence[int]) -> Tensor:
+    """Queries of a fused projection, likewise, without its keys and values."""
+    if type(fused) is nn.Linear:
+        bias = None if fused.bias is None else fused.bias[: widths[0]]
+        return functional.linear(hidden, fused.weight[: widths[0]], bias)
+    projected: Tensor = fused(hidden)
+    return projected[..., : widths[0]]
+
+
 def load_either_form(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Before loading: bring what ``state_dict`` holds into the form that ``module`` has.
 

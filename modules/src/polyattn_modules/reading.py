@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polyattn import AttentionScope, PreparedAttention, RotaryEmbedding, RotaryTables
+from polyattn import AttentionScope, MaskLayout, PreparedAttention, RotaryEmbedding, RotaryTables
 from polyattn.kernels import autocast_dtype
 from polyattn_modules.inputs import check_inputs, check_types
 from polyattn_modules.kind import LayerKind
+from polyattn_modules.sources import NOTHING, KeySource
 
 
 class Read(NamedTuple):
@@ -37,8 +38,7 @@ def read_scope(
     scope: AttentionScope,
     hidden: Tensor,
     positions: Tensor | None,
-    kv_hidden: Tensor | None,
-    kv_positions: Tensor | None,
+    source: KeySource,
     bias: Tensor | None,
     return_lse: bool,
 ) -> Read:
@@ -49,26 +49,32 @@ def read_scope(
     Args:
         layer: which layer.
         kind: its backend and structure.
-        scope, hidden, positions, kv_hidden, kv_positions: see :meth:`GroupedQueryAttention.forward`.
+        scope, hidden, positions: see :meth:`GroupedQueryAttention.forward`.
+        source: where other keys come from.
         bias: the attention bias.
         return_lse: whether the LSE is wanted.
     """
-    if not (isinstance(scope, AttentionScope) and isinstance(hidden, Tensor)) or kv_hidden is not None:
-        check_types(scope, hidden, kv_hidden)
+    if source is not NOTHING or not (isinstance(scope, AttentionScope) and isinstance(hidden, Tensor)):
+        check_types(scope, hidden, source)
+    own: MaskLayout | None = None
+    if source.cache is not None:
+        own = source.cache.layout(hidden.shape[1])
+        positions = source.cache.positions(hidden.shape[1]) if positions is None else positions
+    kv_positions = source.positions
     grad = torch.is_grad_enabled()
     bias_grad = bias is not None and grad and bias.requires_grad
-    needs_grad = grad and (hidden.requires_grad or bias_grad or _others_want_grad(layer, kv_hidden))
+    needs_grad = grad and (hidden.requires_grad or bias_grad or _others_want_grad(layer, source))
     compiling = torch.compiler.is_compiling()
     low = autocast_dtype(hidden.device) if compiling or torch._C._is_any_autocast_enabled() else None  # noqa: SLF001
     deterministic = torch.are_deterministic_algorithms_enabled()
     rotary: Any = layer._modules.get("rotary")  # noqa: SLF001  # as layer.rotary, in a fraction of the time
     # Where the tables come from: whether there are any, or the rotary module if they are its own. What built-in rotary
     # modules of one kind make is the same.
-    source: Any = rotary is not None
-    if source:
+    turned_by: Any = rotary is not None
+    if turned_by:
         shared, rope = rotary.sharing_key(), kind.spec.rope
         if shared is not rope and shared != rope:
-            source = rotary
+            turned_by = rotary
     key = (
         hidden.shape,
         hidden.dtype,
@@ -78,14 +84,14 @@ def read_scope(
         needs_grad,
         return_lse,
         deterministic,
-        source,
+        turned_by,
         bias if bias is None else bias_grad,
-        kv_hidden if kv_hidden is None else (kv_hidden.shape, kv_hidden.dtype, kv_hidden.device),
+        None if source is NOTHING else source.shape(),
     )
     # A compiler would guard on what is kept, and compile again when there is more.
-    found: Read | None = None if compiling else scope.find(kind.name, key, positions, kv_positions)
+    found: Read | None = None if compiling else scope.find(kind.name, key, positions, kv_positions, own)
     if found is None:
-        check_inputs(kind.spec, scope, hidden, positions, kv_hidden, kv_positions)
+        layout = check_inputs(kind.spec, scope, hidden, positions, source, low, needs_grad)
         request = kind.request(
             batch=hidden.shape[0],
             dtype=hidden.dtype if low is None or hidden.dtype is torch.float64 else low,
@@ -98,16 +104,22 @@ def read_scope(
             needs_lse_grad=return_lse and needs_grad,
             deterministic=deterministic,
         )
-        layout = None if kv_hidden is None else scope.context_layout
-        window = kind.spec.window
-        places = {} if window is None else _places(positions, kv_positions, kv_hidden)
+        window, places = kind.spec.window, {}
+        if window is not None and source.keys_values is not None and kv_positions is not None:
+            layout, window = _narrowed(scope, layout, window, positions, kv_positions), None
+        elif window is not None:
+            places = _places(positions, source)
         prepared = scope.prepare(kind.backend, request, layout=layout, window=window, **places)
         tables = None if rotary is None or positions is None else scope.rotary(rotary, positions)
-        context_tables = None if rotary is None or kv_positions is None else scope.rotary(rotary, kv_positions)
-        factors = None if compiling or source is not True else _factors(rotary, tables, hidden)
+        context_tables = None
+        if rotary is not None and source.kv_hidden is not None and kv_positions is not None:
+            context_tables = scope.rotary(rotary, kv_positions)
+        if source.cache is not None and rotary is not None and rotary.needs_length:
+            source.cache.hold_length(scope.length)
+        factors = None if compiling or turned_by is not True else _factors(rotary, tables, hidden)
         found = Read(prepared, tables, context_tables, factors, low)
         if not compiling:
-            scope.keep(kind.name, key, found, positions, kv_positions)
+            scope.keep(kind.name, key, found, positions, kv_positions, own)
     return found
 
 
@@ -120,18 +132,32 @@ def _factors(rotary: nn.Module, tables: RotaryTables | None, hidden: Tensor) -> 
     return (*tables.channels, interleaved) if fits and tables.interleaved is interleaved else None
 
 
-def _others_want_grad(layer: nn.Module, kv_hidden: Tensor | None) -> bool:
-    others = (kv_hidden, *layer.parameters())
-    return any(x is not None and x.requires_grad for x in others)
+def _others_want_grad(layer: nn.Module, source: KeySource) -> bool:
+    return any(x.requires_grad for x in (*source.tensors(), *layer.parameters()))
 
 
-def _places(
-    positions: Tensor | None, kv_positions: Tensor | None, kv_hidden: Tensor | None
-) -> dict[str, Tensor | None]:
-    """By what a window measures distances; by indices where nobody says where tokens stand, or on several axes."""
-    given = [x for x in (positions, kv_positions) if isinstance(x, Tensor)]
-    if len(given) < (1 if kv_hidden is None else 2) or given[0] is not positions:
+def _places(positions: Tensor | None, source: KeySource) -> dict[str, Tensor | None]:
+    """By what a window measures distances; by indices where nobody says where tokens stand, or on several axes.
+
+    Projected keys before the layer's own need positions unless the layout has its own: core refuses the rest.
+    """
+    if positions is None or (source.kv_hidden is not None and source.positions is None):
         return {}
-    if kv_hidden is None and given[0].dim() != 2:
+    if positions.dim() != 2 and source.kv_hidden is None and source.past is None:
         return {}
-    return {"positions": positions, "kv_positions": kv_positions}
+    return {"positions": positions, "kv_positions": source.positions}
+
+
+def _narrowed(
+    scope: AttentionScope,
+    layout: MaskLayout,
+    window: int | tuple[int | None, int | None],
+    positions: Tensor | None,
+    kv_positions: Tensor,
+) -> MaskLayout:
+    """The layout over given keys under a window, measured by positions."""
+    found: MaskLayout | None = scope.find("window", ("given", window), layout, positions, kv_positions)
+    if found is None:
+        found = layout.with_window(window, q_positions=positions, kv_positions=kv_positions)
+        scope.keep("window", ("given", window), found, layout, positions, kv_positions)
+    return found

@@ -3,7 +3,8 @@
 Built in are the draft models of SGLang. Their norm of queries and keys is per head, weighted and before the rotation:
 
 * ``sglang_dflash`` always has it, so a spec without a norm is refused; it rotates whole heads; layers may have windows.
-* ``sglang_eagle`` also has drafts without a norm, so such a spec is served; no windows.
+* ``sglang_eagle`` also has drafts without a norm, so such a spec is served; no windows. The first layer of EAGLE-3
+  reads twice the hidden width.
 
 Installed packages add targets, and reasons to those above, by the hook ``polyattn_check_servable``.
 """
@@ -27,16 +28,18 @@ class _Target:
         needs_norm: whether queries and keys are always normalised.
         windows: whether a layer may have a window.
         partial_rotary: whether a part of each head may stay unrotated.
+        double_input: whether the first layer may read twice the hidden width.
     """
 
     needs_norm: bool
     windows: bool
     partial_rotary: bool
+    double_input: bool
 
 
 TARGETS = {
-    "sglang_dflash": _Target(needs_norm=True, windows=True, partial_rotary=False),
-    "sglang_eagle": _Target(needs_norm=False, windows=False, partial_rotary=True),
+    "sglang_dflash": _Target(needs_norm=True, windows=True, partial_rotary=False, double_input=False),
+    "sglang_eagle": _Target(needs_norm=False, windows=False, partial_rotary=True, double_input=True),
 }
 _HINT = "train without a serving_target, or as the target computes"
 
@@ -143,6 +146,10 @@ def _of_the_rest(spec: AttentionSpec, target: str) -> Iterator[Reason]:
         yield Reason("sinks", "sinks", "sinks", "no sinks", _HINT)
     if spec.scale is not None and spec.scale != spec.head_dim**-0.5:
         yield Reason("scale", "scale", f"scale {spec.scale}", f"head_dim ** -0.5 = {spec.head_dim**-0.5}", _HINT)
+    widths = (None, spec.hidden_size, *((2 * spec.hidden_size,) if TARGETS[target].double_input else ()))
+    if spec.input_size not in widths:
+        need = "the hidden width" + (" or twice that" if TARGETS[target].double_input else "")
+        yield Reason("input_size", "input_size", f"an input of width {spec.input_size}", need, _HINT)
     if spec.v_head_dim != spec.head_dim:
         got = f"values of width {spec.v_head_dim} beside keys of width {spec.head_dim}"
         yield Reason("value_width", "unequal_width", got, "one width", _HINT)

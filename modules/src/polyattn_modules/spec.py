@@ -118,7 +118,8 @@ class AttentionSpec(Structure):
             config: a configuration object or its dictionary (``config.json``), in the style of version 4 or 5. One of a
                 composite model is read at its ``text_config``. It is not changed.
             layer: index of the layer, for classes whose layers differ.
-            convention: see :meth:`RopeSpec.from_hf`.
+            convention: see :meth:`RopeSpec.from_hf`. With ``"eagle"``, the first layer of a draft whose
+                ``architectures`` name EAGLE-3 reads twice the hidden width (``input_size``).
 
         Raises:
             ConfigError: the class is not known, or a key is missing, contradictory or canonical-only, or says what no

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
+from polyattn._layout.cached import CachedMask
 from polyattn._layout.checks import as_device, check_flag, check_int
 from polyattn._layout.indexing import pick
 from polyattn._layout.known import Known, read_host
@@ -59,8 +60,9 @@ class LayoutBase:
         parts = (self.visibility, self.active_queries, places)
         batch, heads = infer_sizes(self.q_len, self.kv_len, self.batch, self.heads, *parts)
         known = _handed or read_host(self.visibility, self.active_queries, sync=validate)
-        if not known.lowered:
+        if not known.lowered and not isinstance(self.visibility, CachedMask):
             # Now: a layout that is an input of a graph has its blocks there only as a tensor that it holds already.
+            # But a new one for each step of decoding, whose kernels need no blocks.
             known = known.lower(self.q_len, self.kv_len, batch)
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "heads", heads)
@@ -77,12 +79,14 @@ class LayoutBase:
     @property
     def may_have_fully_masked_rows(self) -> bool:
         """False when the host knows that every query sees a key; True also when it does not know."""
-        return self._known.may_have_fully_masked_rows
+        known = self._known
+        return (known if known.lowered else self._lowered()).may_have_fully_masked_rows
 
     @property
     def may_have_unseen_keys(self) -> bool:
-        """False when the host knows that every key is seen by a query; True also when it does not know."""
-        return self._known.may_have_unseen_keys
+        """False when the host knows that every key is seen by a query, or that unseen ones are finite; else True."""
+        finite = isinstance(self.visibility, CachedMask) and self.visibility.finite
+        return not finite and self._lowered().may_have_unseen_keys
 
     @property
     def max_runs(self) -> int | None:
@@ -90,7 +94,7 @@ class LayoutBase:
 
         1 for a layout that shows nothing; ``None`` where there are no blocks, and while tracing where it is above 1.
         """
-        table = self._known.table
+        table = self._lowered().table
         if table is None or (torch.compiler.is_compiling() and not table.one_run):
             return None
         return table.runs
@@ -125,10 +129,19 @@ class LayoutBase:
             return None if table is None else table.bands[:, :7]
         return table.in_positions(causal=mask.causal) if table.unit or mask.window is None else None
 
+    def _lowered(self) -> Known:
+        """What the host knows, the blocks included."""
+        known = self._known
+        if not known.lowered and not torch.compiler.is_compiling():
+            known = known.lower(self.q_len, self.kv_len, self.batch)._replace(lowered=True)
+            object.__setattr__(self, "_known", known)
+        return known
+
     def _table(self, max_runs: int | None) -> Table | None:
         if max_runs is not None:
             check_int("max_runs", max_runs, 1)
-        table = self._known.table
+        known = self._known
+        table = (known if known.lowered else self._lowered()).table
         if table is None or max_runs is None or table.one_run:
             return table
         runs = self.max_runs
@@ -224,7 +237,7 @@ class LayoutBase:
 
     def _intervals(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The row, start and stop of every run of keys that an active query sees."""
-        known = self._known
+        known = self._lowered()
         if known.table is None or torch.compiler.is_compiling():
             return None
         row, start, stop = known.table.intervals(self.q_len, self.kv_len)
@@ -260,6 +273,15 @@ class LayoutBase:
         """This layout with some fields replaced; the host is told what is known and reads nothing."""
         names = [field.name for field in dataclasses.fields(self) if field.init]
         return type(self)(**{**{name: getattr(self, name) for name in names}, **changes}, _handed=known)
+
+    def _in_positions(self) -> Self:
+        """A layout of cached keys as one with positions; any other as it is."""
+        mask, host = self.visibility, self._known.mask
+        if not isinstance(mask, CachedMask):
+            return self
+        sizes = (self.q_len, self.kv_len)
+        known = Known(host.in_positions(*sizes), self._known.active) if isinstance(host, CachedMask) else Known()
+        return self._with(visibility=mask.in_positions(*sizes), known=known)
 
     def __copy__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
+from polyattn._layout.cached import CachedMask
 from polyattn._layout.checks import Read, on_host
 from polyattn._layout.lowering import find_table
 from polyattn._layout.structured import Structure, StructuredMask
@@ -47,7 +48,7 @@ class Known(NamedTuple):
         if mask is None or torch.compiler.is_compiling():
             return self
         rows = self._distinct(batch)
-        if isinstance(mask, UnionMask):
+        if isinstance(mask, (UnionMask, CachedMask)):
             table = mask.find_table(q_len, kv_len, rows, self.active)
         elif isinstance(mask, StructuredMask):
             _check_lengths_per_segment(mask)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.base import LayoutBase
+from polyattn._layout.cached import CachedMask
 from polyattn._layout.checks import Index, as_index, check_int
 from polyattn._layout.indexing import positions, take
 from polyattn._layout.intersections import in_both, structured_and
@@ -67,6 +68,10 @@ class Combinable(Drawable):
         if sides == (None, None):
             return self
         mask, validate = self.visibility, True
+        if isinstance(mask, CachedMask):
+            cached = self._known.mask
+            known = Known(cached.narrowed(sides), self._known.active) if isinstance(cached, CachedMask) else Known()
+            return self._with(visibility=mask.narrowed(sides), known=known)
         if q_positions is None or is_placed(self):
             if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
                 narrowed = _narrowed(mask, sides)
@@ -92,6 +97,8 @@ class Combinable(Drawable):
         """
         if not isinstance(other, LayoutBase):
             return NotImplemented
+        if isinstance(self.visibility, CachedMask) or isinstance(other.visibility, CachedMask):
+            return self._in_positions() & other._in_positions()
         fields = _joined_fields(self, other, "&")
         fields["active_queries"] = in_both(self.active_queries, other.active_queries)
         left, right, device = self.visibility, other.visibility, self.device or other.device
@@ -118,6 +125,8 @@ class Combinable(Drawable):
         """
         if not isinstance(other, LayoutBase):
             return NotImplemented
+        if isinstance(self.visibility, CachedMask) or isinstance(other.visibility, CachedMask):
+            return self._in_positions() | other._in_positions()
         fields = _joined_fields(self, other, "|")
         fields["active_queries"] = None
         left, right = parts_of(self.visibility, self.active_queries), parts_of(other.visibility, other.active_queries)
@@ -188,6 +197,7 @@ class Combinable(Drawable):
         """The part at an index along ``axis``, ``queries`` or ``keys``; it keeps its positions."""
         queries = axis == "queries"
         device = self.device or (part.device if isinstance(part, Tensor) else torch.device("cpu"))
+        self = self._in_positions()  # noqa: PLW0642 - what follows is about the layout that has positions
         mask, known = self.visibility, self._known
         if isinstance(mask, Structure):
             fields["visibility"] = _part(self, mask, axis, part, device)
@@ -264,6 +274,8 @@ def places(layout: LayoutBase) -> tuple[Tensor, Tensor] | None:
 def is_placed(layout: LayoutBase) -> bool:
     """Whether the layout says itself where its queries and keys stand."""
     mask = layout.visibility
+    if isinstance(mask, CachedMask):
+        return True
     if isinstance(mask, UnionMask):
         return all(part.mask.q_positions is not None or part.mask.positional for part in mask.parts)
     return places(layout) is not None or (isinstance(mask, StructuredMask) and mask.positional)

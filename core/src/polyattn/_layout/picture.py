@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError, PolyattnError
 from polyattn._layout.base import LayoutBase
+from polyattn._layout.cached import CachedMask
 from polyattn._layout.checks import check_int
 from polyattn._layout.structured import StructuredMask
 from polyattn._layout.union import UnionMask
@@ -28,6 +29,9 @@ class Drawable(LayoutBase):
             words = _rules(mask)
         elif isinstance(mask, UnionMask):
             words = [" | ".join(f"({', '.join(_rules(part.mask))})" for part in mask.parts)]
+        elif isinstance(mask, CachedMask):
+            words = ["the ring of a cache" if mask.ring else "a cache"]
+            words += [] if mask.window is None else [f"window {mask.window}"]
         elif isinstance(mask, Tensor):
             words = ["dense mask"]
         else:

@@ -52,7 +52,7 @@ def infer_sizes(
             want = [*value.shape[:2], q_len, kv_len]
         elif field == "active_queries" or field.startswith(("q_", "kv_")):
             want.append(kv_len if field.startswith("kv_") else q_len)
-        elif field not in {"prefix_lengths", "sink_lengths"}:
+        elif field not in {"prefix_lengths", "sink_lengths", "lengths"}:
             problems.append(f"{name} must begin with q_ or kv_, which says what its second dimension runs over")
         elif value.dim() == 2:
             want.append(value.shape[1])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
+from polyattn._layout.cached import CachedMask
 from polyattn._layout.indexing import positions
 from polyattn._layout.structured import StructuredMask
 from polyattn._layout.union import UnionMask
@@ -21,6 +22,8 @@ def token_positions(visibility: object, given: tuple[Tensor | None, Tensor | Non
         q_len: number of queries.
         kv_len: number of keys.
     """
+    if isinstance(visibility, CachedMask):
+        visibility = visibility.in_positions(q_len, kv_len)
     if isinstance(visibility, StructuredMask):
         return _of_structure(visibility, q_len, kv_len)
     if not isinstance(visibility, UnionMask):

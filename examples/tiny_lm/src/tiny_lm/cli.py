@@ -1,4 +1,4 @@
-"""The command line: ``tiny-lm train`` and ``tiny-lm demo``.
+"""The command line: ``tiny-lm train``, ``tiny-lm sample`` and ``tiny-lm demo``.
 
 What the user can put right ends with one message and exit status 2, a demo whose backends disagree with 1, and a run
 that a signal ended with 128 and the signal's number, as shells have it: 130 after Ctrl-C, 143 after SIGTERM.
@@ -10,6 +10,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rich.console import Console
 import polyattn
 from tiny_lm import checkpoint, config, display, report
 from tiny_lm.folder import FolderError, claimed, refuse_what_is_there
+from tiny_lm.sample import sample
 from tiny_lm.train import Run, peak_memory, train
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -27,6 +29,8 @@ CHECKPOINT = "checkpoint.pt"
 CURVES = "loss.png"
 RESULTS = (CHECKPOINT, report.FILE)
 COMPARED = ("eager", "sdpa")
+#: What the demo lets its model go on with, at a temperature where text of a small model does not repeat itself.
+PROMPT, TEMPERATURE = "The ", 0.7
 
 
 class BadInput(click.ClickException):
@@ -161,17 +165,53 @@ def _go_on(run: Run, out: Path) -> None:
         raise SystemExit(128 + stop.number)
 
 
+@commands.command("sample")
+@config_argument
+@out_option
+@click.option("--prompt", default=PROMPT, show_default=True, help="Text to go on with.")
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many bytes.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    show_default=True,
+    help="0 takes the likeliest byte each time; higher draws more freely.",
+)
+@click.option("--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="Of the draws.")
+@click.option("--attn-backend", metavar="NAME", help="Use this backend instead of the config's.")
+def sample_command(
+    config_path: Path, out: Path, prompt: str, tokens: int, temperature: float, seed: int, attn_backend: str | None
+) -> None:
+    """Write text with the model that CONFIG describes and the checkpoint in the folder."""
+    if not prompt:
+        raise BadInput("--prompt must be at least one character, got none; the model goes on with it")
+    run = Run(config.load(config_path, attn_backend=attn_backend))
+    run.restore(checkpoint.load(out / CHECKPOINT), out / CHECKPOINT)
+    _write_text(run, prompt, tokens, temperature, seed)
+
+
+def _write_text(run: Run, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+    start = time.perf_counter()
+    text = bytes(sample(run, prompt.encode(), tokens, temperature=temperature, seed=seed))
+    speed = tokens / (time.perf_counter() - start)
+    click.echo(prompt + text.decode(errors="replace"))
+    click.echo(f"{tokens} bytes, {speed:,.0f} tokens/s")
+
+
 @commands.command("demo")
 @config_argument
 @out_option
 @overwrite_option
 def demo_command(config_path: Path, out: Path, overwrite: bool) -> None:
-    """Train CONFIG with eager and with sdpa, each in a process of its own, and compare the loss curves."""
+    """Train CONFIG with eager and with sdpa, each in a process of its own, compare the loss curves, and sample."""
     written = [*(f"{backend}/{name}" for backend in COMPARED for name in RESULTS), CURVES]
     refuse_what_is_there(out, () if overwrite else written, "--overwrite to replace them", written)
-    Run(config.load(config_path))  # a mistake is reported once, here
+    run = Run(config.load(config_path))  # a mistake is reported once, here
     with claimed(out):
         _compare(config_path, out)
+    trained = out / COMPARED[-1] / CHECKPOINT
+    run.restore(checkpoint.load(trained), trained)
+    _write_text(run, PROMPT, 200, TEMPERATURE, seed=0)
 
 
 def _compare(config_path: Path, out: Path) -> None:

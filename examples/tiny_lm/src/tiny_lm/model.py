@@ -6,13 +6,14 @@ filled once at the top and shared by all layers, so masks and rotary tables are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyattn import AttentionConfig, AttentionScope, MaskLayout
+from polyattn import AttentionConfig, AttentionScope, KVCache, MaskLayout
 from tiny_lm.config import ModelConfig
 from tiny_lm.data import VOCABULARY
 
@@ -42,9 +43,9 @@ class Layer(nn.Module):
         self.mlp_norm = nn.RMSNorm(model.hidden_size, eps=1e-6)
         self.mlp = SwiGLU(model.hidden_size, model.mlp_size)
 
-    def forward(self, hidden: Tensor, scope: AttentionScope, positions: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, scope: AttentionScope, positions: Tensor, cache: KVCache | None = None) -> Tensor:
         """``[B, S, hidden_size]`` to the same shape."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), scope, positions)
+        hidden = hidden + self.attention(self.attention_norm(hidden), scope, positions, cache=cache)
         mixed: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
         return mixed
 
@@ -59,22 +60,30 @@ class TinyLM(nn.Module):
         self.layers = nn.ModuleList(Layer(model, attention, index) for index in range(model.layers))
         self.norm = nn.RMSNorm(model.hidden_size, eps=1e-6)
 
-    def forward(self, tokens: Tensor, layout: MaskLayout, positions: Tensor) -> Tensor:
+    def caches(self, batch: int, capacity: int, dtype: torch.dtype) -> tuple[KVCache, ...]:
+        """Caches for sequences of up to ``capacity`` bytes."""
+        specs = [layer.attention.spec for layer in cast("Iterable[Layer]", self.layers)]
+        return KVCache.for_layers(specs, batch, capacity, device=self.embedding.weight.device, dtype=dtype)
+
+    def forward(
+        self, tokens: Tensor, layout: MaskLayout, positions: Tensor, caches: Sequence[KVCache | None] = ()
+    ) -> Tensor:
         """Scores of the next byte.
 
         Args:
             tokens: ``Int[B, S]``.
             layout: what each token may see.
             positions: ``Int[B, S]``, for RoPE.
+            caches: of the layers, in decoding; they give layout and positions.
 
         Returns:
             ``[B, S, 256]``, before the softmax.
         """
         hidden = self.embedding(tokens)
         scope = AttentionScope(layout)
-        layers = cast("Iterable[Layer]", self.layers)
-        for layer in layers:
-            layer.attention.fill(scope, hidden, positions)
-        for layer in layers:
-            hidden = layer(hidden, scope, positions)
+        layers = list(zip(cast("Iterable[Layer]", self.layers), caches or [None] * len(self.layers), strict=True))
+        for layer, cache in layers:
+            layer.attention.fill(scope, hidden, positions, cache=cache)
+        for layer, cache in layers:
+            hidden = layer(hidden, scope, positions, cache)
         return F.linear(self.norm(hidden), self.embedding.weight)

@@ -49,7 +49,7 @@ class Run:
         done, device = len(self.losses), self.config.device
         batch = self.rows.batch(done)
         layout = MaskLayout.packed(batch.lengths).to(device)
-        with torch.autocast(device, dtype=self._dtype(), enabled=self.config.autocast != "off"):
+        with torch.autocast(device, dtype=self.dtype, enabled=self.config.autocast != "off"):
             logits = self.model(batch.tokens.to(device), layout, batch.positions.to(device))
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch.targets.to(device).flatten(), ignore_index=NO_TARGET)
         self.optimiser.zero_grad()
@@ -91,7 +91,8 @@ class Run:
         torch.set_rng_state(state["rng"])
         self.losses = state["losses"]
 
-    def _dtype(self) -> torch.dtype:
+    @property
+    def dtype(self) -> torch.dtype:
         """Of queries, keys and values."""
         dtype = torch.float32 if self.config.autocast == "off" else getattr(torch, self.config.autocast)
         assert isinstance(dtype, torch.dtype)
@@ -114,7 +115,7 @@ class Run:
                 kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
                 v_head_dim=spec.v_head_dim,
-                dtype=self._dtype(),
+                dtype=self.dtype,
                 device=torch.device(config.device),
                 scale=spec.scale,
                 dropout_p=spec.dropout,

@@ -139,7 +139,13 @@ def _read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
         softcap=None,
         sinks=False,
         scale=scale,
+        input_size=2 * hidden if convention == "eagle" and layer == 0 and _is_eagle3(data) else None,
     )
+
+
+def _is_eagle3(data: Mapping[str, Any]) -> bool:
+    """Whether it is a draft whose first layer reads the token's embedding beside the hidden state, twice the width."""
+    return any("Eagle3" in str(name) for name in data.get("architectures") or ())
 
 
 def _write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, Any]:
@@ -153,6 +159,9 @@ def _write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, A
         "head_dim": first.head_dim,
         "attention_dropout": first.dropout,
     }
+    convention = "serving"
+    if first.input_size == 2 * first.hidden_size and model_type == "llama":
+        convention, data["architectures"] = "eagle", ["LlamaForCausalLMEagle3"]
     family = _family(data)
     kinds = ["full_attention" if spec.window is None else "sliding_attention" for spec in specs]
     ropes = {kind: spec.rope for kind, spec in zip(kinds, specs, strict=True) if spec.rope is not None}
@@ -181,7 +190,8 @@ def _write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, A
             "attn_temperature_tuning": False,
         }
     for layer, spec in enumerate(specs):
-        want, back = spec.to_dict(), _read_spec(data, layer, convention="serving").to_dict()
+        own = dataclasses.replace(spec, layout=None)  # which layout of a scope: no configuration says it
+        want, back = own.to_dict(), _read_spec(data, layer, convention=convention).to_dict()
         lost = [
             f"{name} {shown(want[name])} would be read as {shown(back[name])}"
             for name in want
@@ -199,7 +209,7 @@ def _check_same(spec: AttentionSpec, config: Any, layer: int, *, convention: str
         ConfigError: names every field that differs.
     """
     want = _read_spec(config, layer, convention=convention)
-    ours, theirs = (dataclasses.replace(x, dropout=0.0, scale=_scale(x)).to_dict() for x in (spec, want))
+    ours, theirs = (dataclasses.replace(x, dropout=0.0, scale=_scale(x), layout=None).to_dict() for x in (spec, want))
     pairs = {name: (ours[name], theirs[name]) for name in ours}
     for name, (one, other) in list(pairs.items()):
         if isinstance(one, dict) and isinstance(other, dict):

@@ -20,7 +20,7 @@ from polyattn import (
     StructuredMask,
     UnsupportedAttentionError,
 )
-from polyattn_transformers._backends import loaded
+from polyattn_transformers._backends import ByLayerType, loaded
 from polyattn_transformers._documents import SEGMENTS, Segments
 from polyattn_transformers._layout_mask import LayoutMask, with_own_window
 from polyattn_transformers._packing import PackedMask, check_size
@@ -138,6 +138,8 @@ def attention_forward(
         deterministic=True if deterministic else None,
     )
     chosen = loaded(polyattn_backend)
+    if isinstance(chosen, ByLayerType):
+        chosen = chosen.of(module)
     if isinstance(attention_mask, PackedMask):
         causal = _causality(module, is_causal, query.shape[2])
         check_size(attention_mask, query.shape[0], query.shape[2], key.shape[2])

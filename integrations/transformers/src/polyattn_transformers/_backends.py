@@ -6,18 +6,43 @@ cannot be traced.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from polyattn import AttentionBackend, UnknownBackendError, UnsupportedAttentionError, backends
+from polyattn import AttentionBackend, ConfigError, UnknownBackendError, UnsupportedAttentionError, backends
 from polyattn.registry import AUTO
 from polyattn.select import resolve_backend
 
 PREFIX = "polyattn_"
 
-_loaded: dict[str, AttentionBackend] = {}
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByLayerType:
+    """A backend for each type of layer.
+
+    Attributes:
+        kinds: the backend of each name that ``config.layer_types`` lists.
+    """
+
+    kinds: Mapping[str, AttentionBackend]
+
+    def of(self, module: nn.Module) -> AttentionBackend:
+        """The backend of an attention layer."""
+        kind = layer_type(module)
+        found = None if kind is None else self.kinds.get(kind)
+        if found is None:
+            raise ConfigError(
+                f"layer_types must name a type with a backend, got {kind} for {type(module).__name__}; there are "
+                f"backends for {', '.join(self.kinds)}: call polyattn_transformers.use again"
+            )
+        return found
+
+
+_loaded: dict[str, AttentionBackend | ByLayerType] = {}
 
 
 def installed() -> tuple[str, ...]:
@@ -57,6 +82,21 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> str:
     return bare
 
 
+def load_by_type(names: Mapping[str, str]) -> str:
+    """Load a backend for each type of layer; see :func:`load`. Gives one name for all of them."""
+    kinds = {kind: loaded(load(name)) for kind, name in names.items()}
+    bare = "by_layer[" + ", ".join(f"{kind}={name.removeprefix(PREFIX)}" for kind, name in names.items()) + "]"
+    _loaded[bare] = ByLayerType({kind: one for kind, one in kinds.items() if not isinstance(one, ByLayerType)})
+    return bare
+
+
+def layer_type(module: nn.Module) -> str | None:
+    """What the configuration calls an attention layer; ``None`` in a model whose layers have no types."""
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    return types[index] if types and isinstance(index, int) and index < len(types) else None
+
+
 def _check_kernel(backend: AttentionBackend) -> None:
     """Refuse a backend that can run nowhere, before any forward; which device a model goes to is not known yet."""
     ask = getattr(backend, "device_reasons", None)
@@ -65,7 +105,7 @@ def _check_kernel(backend: AttentionBackend) -> None:
         raise UnsupportedAttentionError(backend.name, reasons)
 
 
-def loaded(name: str) -> AttentionBackend:
+def loaded(name: str) -> AttentionBackend | ByLayerType:
     """The backend that was loaded as ``name``; loads it where a configuration was changed behind transformers' back."""
     if name not in _loaded:
         load(name)

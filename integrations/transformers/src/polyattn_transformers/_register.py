@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from polyattn import ConfigError
 from polyattn_transformers import _gate
 from polyattn_transformers._attention import attention_forward, prepared_once
-from polyattn_transformers._backends import PREFIX, forget, installed, load
+from polyattn_transformers._backends import PREFIX, forget, installed, layer_type, load, load_by_type
 from polyattn_transformers._fitness import attentions_of, obstacle, refuse_strangers
 from polyattn_transformers._mask_function import layout_mask
 from polyattn_transformers._versions import check_version
@@ -50,7 +50,7 @@ def register(*, allow_untested: bool = False) -> tuple[str, ...]:
     return implementations
 
 
-def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Model:
+def use(model: Model, name: str | Mapping[str, str], options: Mapping[str, Any] | None = None) -> Model:
     """Switch a loaded model, all of it, to a backend.
 
     transformers' own ``set_attn_implementation`` leaves some submodels behind without a word (both stacks of T5, for
@@ -58,8 +58,9 @@ def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Mo
 
     Args:
         model: a transformers model, or a module that contains some.
-        name: of the backend, with or without ``polyattn_``; ``"auto"`` decides per layer.
-        options: of the backend, such as ``{"compiled": False}`` of ``flex_attention``.
+        name: of the backend, with or without ``polyattn_``; ``"auto"`` decides per layer. Or one for each type that
+            ``config.layer_types`` lists, ``{"sliding_attention": "fa", "full_attention": "sdpa"}``.
+        options: of the backend, such as ``{"compiled": False}`` of ``flex_attention``; of one backend for all layers.
 
     Returns:
         ``model``.
@@ -68,14 +69,18 @@ def use(model: Model, name: str, options: Mapping[str, Any] | None = None) -> Mo
         UnknownBackendError, BackendLoadError, IncompatiblePluginError, DuplicatePluginError, BlockedPluginError:
             see the registry.
         ConfigError: the backend does not have these options, some modules attend without going through transformers'
-            attention interface, a configuration asks for attention weights, there is no transformers model, or an
-            argument is of a wrong type.
+            attention interface, a configuration asks for attention weights, there is no transformers model, an
+            argument is of a wrong type, or the types of layers are others than the model's.
         UnsupportedAttentionError: the backend's kernel is missing or broken.
     """
     _check_arguments(model, name, options)
     if PreTrainedModel.get_correct_attn_implementation is not _check_implementation:
         register()
-    implementation = _add(load(name, options))
+    if isinstance(name, str):
+        implementation = _add(load(name, options))
+    else:
+        _check_types(model, name)
+        implementation = _add(load_by_type(name))
     configs = list(_configs(model))
     if not configs or not any(attentions_of(model)):
         raise ConfigError(
@@ -101,14 +106,32 @@ def _check_arguments(model: object, name: object, options: object) -> None:
             f"model must be or contain a transformers model, got {type(model).__name__}; pass the model itself, as "
             "from_pretrained returns it"
         )
-    if not isinstance(name, str):
+    if isinstance(name, Mapping) and all(isinstance(x, str) for pair in name.items() for x in pair):
+        if options is not None:
+            raise ConfigError(
+                f"options must be None beside a backend for each type of layer, got {reprlib.repr(options)[:80]}"
+            )
+    elif not isinstance(name, str):
         raise ConfigError(
-            f"name must be the name of a backend, got {reprlib.repr(name)[:80]}; installed: {', '.join(installed())}"
+            f"name must be the name of a backend, got {reprlib.repr(name)[:80]}; installed: {', '.join(installed())}; "
+            "or a mapping with a name for each type of layer"
         )
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(
             f"options must map names of the backend's options to values, got {reprlib.repr(options)[:80]}; "
             "pass a dict, or leave it out"
+        )
+
+
+def _check_types(model: nn.Module, names: Mapping[str, str]) -> None:
+    """Refuse types of layers that the model does not have, and none for those that it has."""
+    layers = [model.get_submodule(name) for name in attentions_of(model)[0]]
+    types = list(dict.fromkeys(layer_type(layer) for layer in layers))
+    if set(types) != set(names):
+        has = ", ".join("layers without a type" if kind is None else kind for kind in types)
+        raise ConfigError(
+            f"name must have a backend for each type of layer of {type(model).__name__}, which has {has}, "
+            f"got {', '.join(names) or 'none'}"
         )
 
 

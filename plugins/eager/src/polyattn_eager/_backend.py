@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyattn import AttentionRequest, AttentionResult, BackendBase, MaskLayout, PreparedAttention
-from polyattn.kernels import accumulation_dtype, finished, without
+from polyattn.kernels import CachedMask, accumulation_dtype, finished, without
 
 ABILITIES = frozenset(
     (
         *("float64", "float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm"),
         *("chunked", "tree", "sink_tokens", "two_sided_window", "union", "positions", "dense", "mask_mod"),
-        *("per_head_mask", "active_queries", "gqa", "unequal_width"),
+        *("per_head_mask", "active_queries", "gqa", "unequal_width", "kv_lengths"),
         *("bias", "bias_grad", "softcap", "sinks", "lse", "lse_grad", "grad", "dropout", "deterministic"),
         "second_order",
     )
@@ -90,11 +90,13 @@ class EagerBackend(BackendBase):
         accumulator = accumulation_dtype(q.dtype)
 
         q = without(q, blocked.rows)
-        k, v = (_seen_and_repeated(x, blocked.keys, request.group) for x in (k, v))
+        # Keys of a cache are many for few queries: those of a KV head meet its query heads as rows of one.
+        group = 1 if isinstance(prepared.layout.visibility, CachedMask) else request.group
+        k, v = (_seen_and_repeated(x, blocked.keys, group) for x in (k, v))
         assert request.scale is not None
-        scores = torch.matmul(q, k.transpose(-2, -1)) * request.scale
+        scores = _product(q, k.transpose(-2, -1)) * request.scale
         if q.dtype is torch.float16:  # the product may overflow where the score does not
-            scaled_first = torch.matmul(q * request.scale, k.transpose(-2, -1))
+            scaled_first = _product(q * request.scale, k.transpose(-2, -1))
             scores = torch.where(scores.isfinite(), scores, scaled_first)
         if request.softcap is not None:
             scores = torch.tanh(scores / request.softcap) * request.softcap
@@ -106,7 +108,7 @@ class EagerBackend(BackendBase):
 
         weights = F.softmax(scores, dim=-1, dtype=accumulator).to(q.dtype)
         weights = F.dropout(weights, p=request.dropout_p, training=request.training)
-        output = torch.matmul(weights, v)
+        output = _product(weights, v)
         lse = _logsumexp(scores.to(accumulator)) if request.needs_lse or sinks is not None else None
         return finished(output, lse, request, rows=blocked.rows, sinks=sinks)
 
@@ -115,6 +117,16 @@ def _some(found: Tensor) -> bool:
     """Whether any element is True; also True where nobody can say without waiting for a device."""
     on_host = found.device.type == "cpu" and type(found) is Tensor and not torch.compiler.is_compiling()
     return not on_host or bool(found.any())
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """``[B, Hq, Q, X]`` times ``[B, Hkv, X, Y]``; where heads of y are fewer, each serves its group in one product."""
+    group = 1 if y.shape[1] == 0 else x.shape[1] // y.shape[1]
+    if group == 1:
+        return torch.matmul(x, y)
+    rows = torch.matmul(x.unflatten(1, (-1, group)).flatten(2, 3), y)
+    heads: Tensor = rows.unflatten(2, (group, -1)).flatten(1, 2)
+    return heads
 
 
 def _seen_and_repeated(x: Tensor, unseen: Tensor | None, group: int) -> Tensor:

@@ -17,8 +17,9 @@ from polyattn import (
     Reason,
     StructuredMask,
 )
-from polyattn.kernels import features_of, finished, hidden_in_blocks, shut_out
+from polyattn.kernels import features_of, finished, hidden_in_blocks, shut_out, unseen_keys
 from polyattn_fa2 import providers
+from polyattn_fa2._cached import CachedKeys, decode
 from polyattn_fa2._ops import Settings, flash, padded_width, width_with_lse_gradient
 from polyattn_fa2._pieces import WindowSize
 from polyattn_fa2._sequences import Sequences, calls_of, from_bands, from_validity, uniform
@@ -60,13 +61,13 @@ class FlashPlan:
     """The state of a prepared layout.
 
     Attributes:
-        sequences: the kernel calls.
+        sequences: the kernel calls, or the one over cached keys.
         settings: of every call.
         rows: Bool ``[B|1, 1, Q, 1]``, fully masked rows where an inactive query lies inside a sequence, or ``None``.
         keys: Bool ``[B|1, 1, K, 1]``, keys that only such queries would see, or ``None``.
     """
 
-    sequences: Sequences
+    sequences: Sequences | CachedKeys
     settings: Settings
     rows: Tensor | None = None
     keys: Tensor | None = None
@@ -121,6 +122,9 @@ class FlashBackend(BackendBase):
             self._deterministic(request),
             request.needs_lse_grad or request.has_sinks,
         )
+        cached = CachedKeys.of(layout, request)
+        if cached is not None:
+            return FlashPlan(cached, settings, cached.rows_without_keys(layout), unseen_keys(layout, request))
         window_size = _uniform_window_size(layout, request)
         if window_size is not None:
             sizes = (request.batch, layout.q_len, layout.kv_len)
@@ -152,12 +156,19 @@ class FlashBackend(BackendBase):
         """Run the planned kernel calls."""
         plan: FlashPlan = prepared.state
         q, k, v = shut_out(q, k, v, plan.rows, plan.keys)
-        output, lse = flash(q, k, v, plan.sequences, plan.settings)
+        if isinstance(plan.sequences, CachedKeys):
+            output, lse = decode(q, k, v, plan.sequences, plan.settings)
+        else:
+            output, lse = flash(q, k, v, plan.sequences, plan.settings)
         return finished(output, lse, prepared.request, rows=plan.rows, sinks=sinks)
 
     def describe(self, prepared: PreparedAttention) -> str:
         """The provider, and how many calls over how many sequences."""
         plan: FlashPlan = prepared.state
+        if isinstance(plan.sequences, CachedKeys):
+            return (
+                f"{providers.get(plan.settings.provider).title()}, one call on a cache with the key lengths of its rows"
+            )
         title, calls = providers.get(plan.settings.provider).title(), calls_of(plan.sequences.calls)
         if plan.sequences.cu_seqlens_q is None:
             return f"{title}, one call on the batch as it is"
@@ -244,6 +255,8 @@ def _width_reasons(request: AttentionRequest) -> tuple[Reason, ...]:
 
 
 def _structure_reasons(layout: MaskLayout, request: AttentionRequest) -> tuple[Reason, ...]:
+    if CachedKeys.of(layout, request) is not None:
+        return ()
     if layout.to_bands(MAX_RUNS) is not None or _uniform_window_size(layout, request) is not None:
         return ()
     if _hides_only_invalid_keys(layout):

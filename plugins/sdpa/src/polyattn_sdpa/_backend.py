@@ -18,7 +18,16 @@ from polyattn import (
     Reason,
     StructuredMask,
 )
-from polyattn.kernels import finished, fully_masked_rows, hidden_in_blocks, of_kv_heads, shut_out, unseen_keys
+from polyattn.kernels import (
+    CachedMask,
+    finished,
+    fully_masked_rows,
+    hidden_in_blocks,
+    of_kv_heads,
+    shut_out,
+    unseen_keys,
+)
+from polyattn_sdpa import _cached
 from polyattn_sdpa._kernels import FEW_KEYS
 from polyattn_sdpa._ops import fused
 from polyattn_sdpa._options import SdpaOptions
@@ -29,7 +38,7 @@ ABILITIES = frozenset(
     (
         *("float64", "float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm"),
         *("chunked", "positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width"),
-        *("two_sided_window", "sink_tokens", "tree", "union"),
+        *("two_sided_window", "sink_tokens", "tree", "union", "kv_lengths"),
         *("bias", "bias_grad", "sinks", "lse", "lse_grad", "grad", "dropout", "deterministic"),
     )
 )
@@ -40,7 +49,7 @@ _TINY = torch.finfo(torch.float32).tiny
 #: Tiles of several runs may cost so many times the scores of a dense mask, which takes quadratic memory.
 DENSE_COST = 1.2
 
-Path = Literal["plain", "tiles", "dense", "math"]
+Path = Literal["plain", "tiles", "dense", "math", "cached"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +58,8 @@ class SdpaPlan:
 
     Attributes:
         path: ``plain`` is one call of ``scaled_dot_product_attention``; ``tiles`` walks ``table``; ``dense`` is one
-            fused call under ``mask``; ``math`` is torch's quadratic path, for a bias under gradients and for dropout.
+            fused call under ``mask``; ``cached`` is one over the slots of a cache that are in use; ``math`` is torch's
+            quadratic path, for a bias under gradients and for dropout.
         causal: flag of the plain call, which has a ``mask`` instead where keys are few.
         per_row: whether bands name batch rows.
         table: CPU int64, the bands ``[N, 7]`` of ``MaskLayout.to_bands`` or, where a query lies in several, their plan
@@ -60,6 +70,9 @@ class SdpaPlan:
         keys: Bool ``[B|1, Hkv|1, K, 1]``, keys that no query sees, or ``None`` likewise.
         upcast: whether the backward of the fused calls casts to FP32.
         grouped: whether query heads share KV heads, for the plain call and the math path.
+        slots: of the cached path: the first one and the one behind the last.
+        lengths: of the cached path: what a graph on the CPU finds these by.
+        reach: likewise: how many slots before its own a query may see; -1: all.
     """
 
     path: Path
@@ -71,6 +84,9 @@ class SdpaPlan:
     keys: Tensor | None = None
     upcast: bool = False
     grouped: bool = False
+    slots: tuple[int, int] = (0, 0)
+    lengths: Tensor | None = None
+    reach: int = -1
 
 
 class SdpaBackend(BackendBase):
@@ -108,6 +124,11 @@ class SdpaBackend(BackendBase):
         # A graph with symbolic sizes compares symbolic numbers of heads; torch's kernels take no symbolic boolean.
         grouped = True if request.group > 1 else False  # noqa: SIM210
         upcast = self.options.upcasts(request)
+        if isinstance(layout.visibility, CachedMask) and _cached.takes(layout, request):
+            rows = _cached.rows_without_keys(layout, request)
+            mask, *slots = _cached.masked(layout, request, rows)
+            lengths, reach = _cached.lengths_for_call(layout, request), _cached.reach_of(layout)
+            return SdpaPlan("cached", mask=mask, rows=rows, slots=(slots[0], slots[1]), lengths=lengths, reach=reach)
         if not math and not request.has_bias:
             if not upcast and _is_one_call(layout, request):
                 if layout.kv_len < FEW_KEYS and request.device.type == "cpu":
@@ -161,6 +182,14 @@ class SdpaBackend(BackendBase):
                 mask = torch.where(rows, 0.0, mask)
         q, k, v = shut_out(q, k, v, rows, keys)
         lse: Tensor | None = None
+        if plan.path == "cached":
+            want_lse = request.needs_lse or request.has_sinks
+            if plan.lengths is None:
+                output, lse = _cached.decode(q, k, v, mask, *plan.slots, scale, want_lse)
+            else:
+                assert mask is not None
+                output, lse = _cached.decode_op(q, k, v, mask, plan.lengths, plan.reach, scale, want_lse)
+            return finished(output, lse if want_lse else None, request, rows=rows, sinks=sinks)
         if plan.path == "math":
             output, _ = torch.ops.aten._scaled_dot_product_attention_math(  # noqa: SLF001
                 q, k, v, mask, request.dropout, False, scale=scale, enable_gqa=plan.grouped
@@ -188,6 +217,7 @@ class SdpaBackend(BackendBase):
             + ("a mask of few keys" if plan.mask is not None else f"is_causal={plan.causal}"),
             "tiles": _described(plan.table, prepared.layout),
             "dense": "one fused call under a dense mask, quadratic memory",
+            "cached": f"one fused call over {plan.slots[1] - plan.slots[0]} slots of a cache, heads folded into rows",
             "math": "torch's math path under a dense mask, quadratic memory",
         }
         return path[plan.path] + upcast

@@ -25,7 +25,7 @@ MIN_CAPABILITY = (8, 0)
 ABILITIES = frozenset(
     (
         *("bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked", "positions"),
-        *("tree", "sink_tokens", "two_sided_window", "union"),
+        *("tree", "sink_tokens", "two_sided_window", "union", "kv_lengths"),
         *("active_queries", "gqa", "unequal_width", "softcap", "sinks", "lse", "lse_grad", "grad", "dropout"),
         "deterministic",
     )
@@ -131,6 +131,14 @@ class Provider(abc.ABC):
     @abc.abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Forward:
         """Output, FP32 natural-log LSE (``[B, Hq, Q]`` or ``[Hq, tokens]``), and the dropout's state, int64 ``[2]``."""
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, call: KernelCall) -> tuple[Tensor, Tensor]:
+        """Output ``[B, Q, Hq, D]`` and LSE ``[B, Hq, Q]`` over the first ``lengths`` (int32 ``[B]``) keys of each row.
+
+        For providers with the ability ``kv_lengths``. q is ``[B, Q, Hq, D]``; k and v are ``[B, K, Hkv, D]``, of any
+        strides but the last. The last query of a row stands at its last key. Inference only.
+        """
+        raise NotImplementedError(f"{self.name} has no kernel with key lengths of rows")
 
     @abc.abstractmethod
     def backward(

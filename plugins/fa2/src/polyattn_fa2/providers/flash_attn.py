@@ -24,6 +24,7 @@ FUNCTIONS = (
     "_flash_attn_varlen_forward",
     "_flash_attn_backward",
     "_flash_attn_varlen_backward",
+    "flash_attn_with_kvcache",
 )
 
 
@@ -67,6 +68,21 @@ class FlashAttn(Provider):
         run = self._function("forward", call)
         output, lse, _, rng_state = run(q, k, v, **_lengths(call), **_settings(call), return_softmax=False)
         return output, lse, rng_state
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, call: KernelCall) -> tuple[Tensor, Tensor]:
+        """One call on the cache as it is."""
+        output, lse = self.load().flash_attn_with_kvcache(
+            q,
+            k,
+            v,
+            cache_seqlens=lengths,
+            softmax_scale=call.scale,
+            causal=call.causal,
+            window_size=call.window_size,
+            softcap=call.softcap,
+            return_softmax_lse=True,
+        )
+        return output, lse
 
     def backward(
         self,
