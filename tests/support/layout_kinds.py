@@ -159,6 +159,7 @@ def _scattered_mask(batch: int, heads: int) -> Tensor:
 
 
 ONE, TWO = (1, 1, 9, 9), (2, 1, 9, 9)
+RING = (9, 10, 2, 3, 4, 5, 6, 7, 8)
 EARLY = [[0, 1, 1, 2, 3, 5, 6, 7, 8]]
 KINDS: dict[str, tuple[MaskLayout, Plain]] = {
     "full": (MaskLayout.full(5, 9), plain((1, 1, 5, 9), lambda b, h, i, j: True)),
@@ -264,6 +265,24 @@ KINDS: dict[str, tuple[MaskLayout, Plain]] = {
     "inactive rows": (
         MaskLayout.causal(9, window=5, active_queries=_bits(ACTIVE)),
         plain(TWO, lambda b, h, i, j: 0 <= i - j < 5 and ACTIVE[b][i]),
+    ),
+    "cache": (
+        MaskLayout.cached(torch.tensor([9, 7]), 5, 9),
+        plain(
+            (2, 1, 5, 9),
+            lambda b, h, i, j: j <= (9, 7)[b] - 5 + i,
+            q=[range(4, 9), range(2, 7)],
+            k=[range(9), range(9)],
+        ),
+    ),
+    "ring of a cache": (
+        MaskLayout.cached(torch.tensor([11]), 5, 9, window=5, ring=True),
+        plain(
+            (1, 1, 5, 9),
+            lambda b, h, i, j: 0 <= 6 + i - RING[j] < 5,
+            q=[range(6, 11)],
+            k=[RING],
+        ),
     ),
     "positions": (
         MaskLayout(
