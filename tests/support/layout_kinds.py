@@ -214,6 +214,7 @@ KINDS: dict[str, tuple[MaskLayout, Plain]] = {
             lambda b, h, i, j: j // 2 <= i // 2,
             q=[[i // 2 for i in range(9)]],
             k=[[i // 2 for i in range(9)]],
+            tokens=[range(9)],
         ),
     ),
     "tree": (

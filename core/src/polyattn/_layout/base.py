@@ -8,20 +8,20 @@ import functools
 import operator
 import pickle
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.cached import CachedMask
-from polyattn._layout.checks import as_device, check_flag, check_int
-from polyattn._layout.indexing import pick
+from polyattn._layout.checks import Index, as_device, check_flag, check_int
+from polyattn._layout.indexing import pick, take
 from polyattn._layout.known import Known, read_host
 from polyattn._layout.sizes import infer_sizes
 from polyattn._layout.structured import MaskMod, StructuredMask
 from polyattn._layout.tables import Table, covered_keys, padded_intervals
-from polyattn._layout.token_positions import token_positions
+from polyattn._layout.token_positions import agreed, token_positions
 from polyattn._layout.visibility import Visibility, dense_rows, held, moved, pinned, to_mod
 from polyattn.messages import shown
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Device = torch.device | str
+_L = TypeVar("_L", bound="LayoutBase")
 #: Dense masks are computed in blocks of rows of about this many elements, which bounds their temporaries.
 ROW_BLOCK = 2**22
 
@@ -53,6 +54,8 @@ class LayoutBase:
     kv_positions: Tensor | None = None
     _handed: dataclasses.InitVar[Known | None] = None
     _known: Known = dataclasses.field(init=False)
+    #: Layouts whose queries these are, and which of them, where the visibility does not tell where they stand.
+    _tokens: ClassVar[tuple[tuple[LayoutBase, Index], ...]] = ()
 
     def __post_init__(self, validate: bool, _handed: Known | None) -> None:
         check_flag("validate", validate)
@@ -227,12 +230,13 @@ class LayoutBase:
 
         The depth of its tokens in a tree, the place in its document, the distance to the first valid key under padding,
         the positions that the layout was given; otherwise the queries are the last ``q_len`` of ``kv_len`` positions.
-        Ask before selecting keys, selecting queries of padded rows, or joining a dense mask or ``mask_mod``: what comes
-        of these knows the places of the row only.
+        Selections and layouts that are joined with a dense mask or a ``mask_mod`` keep them.
 
         Raises:
             LayoutError: the parts of a union disagree, or their values cannot be compared while tracing.
         """
+        if self._tokens:
+            return agreed([take(of.token_positions(), 1, index) for of, index in self._tokens])
         return token_positions(self.visibility, (self.q_positions, self.kv_positions), self.q_len, self.kv_len)
 
     def _intervals(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -267,12 +271,14 @@ class LayoutBase:
         if self.device in (None, target) and all(value.device == target for value in tensors.values()):
             return self
         tensors = {name: value.to(target) for name, value in tensors.items()}
-        return self._with(visibility=moved(self.visibility, target), **tensors, known=self._known)
+        there = self._with(visibility=moved(self.visibility, target), **tensors, known=self._known)
+        return telling(there, *((of.to(target), index) for of, index in self._tokens))
 
     def _with(self, *, known: Known, **changes: Any) -> Self:
         """This layout with some fields replaced; the host is told what is known and reads nothing."""
         names = [field.name for field in dataclasses.fields(self) if field.init]
-        return type(self)(**{**{name: getattr(self, name) for name in names}, **changes}, _handed=known)
+        made = type(self)(**{**{name: getattr(self, name) for name in names}, **changes}, _handed=known)
+        return telling(made, *self._tokens)
 
     def _in_positions(self) -> Self:
         """A layout of cached keys as one with positions; any other as it is."""
@@ -302,3 +308,10 @@ class LayoutBase:
                     f"({error}); define it at the top level of a module, or make the layout where it is used"
                 ) from error
         return super().__reduce_ex__(protocol)
+
+
+def telling(layout: _L, *tokens: tuple[LayoutBase, Index]) -> _L:
+    """A new layout, whose queries are those of each of other layouts at an index."""
+    if tokens:
+        object.__setattr__(layout, "_tokens", tokens)
+    return layout

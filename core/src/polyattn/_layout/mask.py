@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout import segments
+from polyattn._layout.base import telling
 from polyattn._layout.cached import CachedMask
 from polyattn._layout.checks import Read, both, check_bool, check_int, on_host
 from polyattn._layout.known import read_host
@@ -268,7 +269,8 @@ class MaskLayout(Trees):
         queries = torch.arange(keys - q_len, keys, device="cpu")[None]
         at = blocks if q_len == keys else torch.div(queries, block_size, rounding_mode="floor")
         mask = StructuredMask(causal=True, q_positions=at, kv_positions=blocks)
-        return cls(q_len, keys, visibility=mask, active_queries=active_queries)
+        made = cls(q_len, keys, visibility=mask, active_queries=active_queries)
+        return telling(made, (cls.causal(q_len, keys), slice(None)))
 
     @classmethod
     def cached(

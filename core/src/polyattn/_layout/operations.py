@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.base import LayoutBase
+from polyattn._layout.base import LayoutBase, telling
 from polyattn._layout.cached import CachedMask
 from polyattn._layout.checks import Index, as_index, check_int
 from polyattn._layout.indexing import positions, take
@@ -112,7 +112,7 @@ class Combinable(Drawable):
         else:
             left, right = pinned(left, self.batch, self.heads), pinned(right, other.batch, other.heads)
             fields["visibility"] = JoinedMod(left, right, self.q_len, self.kv_len)
-        return self._with(**fields, known=Known())
+        return telling(self._with(**fields, known=Known()), *_tellers(self, other))
 
     def __or__(self, other: LayoutBase) -> Self:
         """What one of two layouts lets be seen; batches and heads broadcast.
@@ -135,7 +135,8 @@ class Combinable(Drawable):
             if self._known.mask is not None and other._known.mask is not None:
                 host = [parts_of(of.mask, of.active) for of in (self._known, other._known)]
                 known = Known(UnionMask(host[0] + host[1]))
-            return self._with(**fields, visibility=UnionMask(left + right), known=known)
+            united = self._with(**fields, visibility=UnionMask(left + right), known=known)
+            return telling(united, *(_tellers(self, other) if self._tokens or other._tokens else ()))
         fields["q_positions"], fields["kv_positions"] = places(self) or places(other) or (None, None)
         described = [of.visibility for of in (self, other)]
         masked = any(of.active_queries is not None for of in (self, other))
@@ -145,7 +146,7 @@ class Combinable(Drawable):
         else:
             a, b = (pinned(of.visibility, of.batch, of.heads) for of in (self, other))
             fields["visibility"] = JoinedMod(a, b, self.q_len, self.kv_len, either=True)
-        return self._with(**fields, known=Known())
+        return telling(self._with(**fields, known=Known()), *_tellers(self, other))
 
     def select_queries(self, index: Some, *, validate: bool = True) -> Self:
         """The layout of some of the queries, which keep their positions and documents.
@@ -155,12 +156,13 @@ class Combinable(Drawable):
             validate: see :class:`MaskLayout`; here for an index that lies on a device.
         """
         part, host_part, count = as_index(index, self.q_len, validate=validate)
-        return self._select("queries", part, host_part, q_len=count, active_queries=_taken(self.active_queries, part))
+        fields = {"q_len": count, "active_queries": _taken(self.active_queries, part)}
+        return telling(self._select("queries", part, host_part, **fields), (self, part))
 
     def select_keys(self, index: Some, *, validate: bool = True) -> Self:
         """The layout of some of the keys, which keep their positions and documents; see :meth:`select_queries`."""
         part, host_part, count = as_index(index, self.kv_len, validate=validate)
-        return self._select("keys", part, host_part, kv_len=count)
+        return telling(self._select("keys", part, host_part, kv_len=count), (self, slice(None)))
 
     def select_heads(self, index: slice) -> Self:
         """The layout of some of the heads. One that is the same for all heads (``heads == 1``) stays as it is."""
@@ -176,6 +178,7 @@ class Combinable(Drawable):
         if self.batch == 1:
             return self
         part, host_part, count = as_index(index, self.batch, validate=validate)
+        tokens = [(cast("Self", of).select_batch(index, validate=validate), at) for of, at in self._tokens]
         fields: dict[str, Any] = {"batch": count}
         for name in ("active_queries", "q_positions", "kv_positions"):
             value = getattr(self, name)
@@ -184,14 +187,14 @@ class Combinable(Drawable):
         if isinstance(mask, Structure):
             fields["visibility"] = mask.replace(**{k: _batch_rows(x, part) for k, x in mask.tensors().items()})
             if known.mask is None or host_part is None or torch.compiler.is_compiling():
-                return self._with(**fields, known=Known())
+                return telling(self._with(**fields, known=Known()), *tokens)
             host = known.mask.replace(**{k: _batch_rows(x, host_part) for k, x in known.mask.tensors().items()})
             active = None if known.active is None else _batch_rows(known.active, host_part)
-            return self._with(**fields, known=Known(host, active))
+            return telling(self._with(**fields, known=Known(host, active)), *tokens)
         fields["visibility"] = (
             mask if isinstance(mask, Tensor) and mask.shape[0] == 1 else selected(mask, "batch", part)
         )
-        return self._with(**fields, known=Known())
+        return telling(self._with(**fields, known=Known()), *tokens)
 
     def _select(self, axis: str, part: Index, host_part: Index | None, **fields: Any) -> Self:
         """The part at an index along ``axis``, ``queries`` or ``keys``; it keeps its positions."""
@@ -231,6 +234,16 @@ def _part(layout: LayoutBase, mask: Structure, axis: str, index: Index, device: 
     prefix = "q_" if axis == "queries" else "kv_"
     taken = {name: take(value, 1, index) for name, value in placed.tensors().items() if name.startswith(prefix)}
     return placed.replace(**taken)
+
+
+def _tellers(*layouts: LayoutBase) -> list[tuple[LayoutBase, Index]]:
+    """Those of layouts of the same queries that place these otherwise than the positions which both are left with."""
+    told = [of for of in layouts if of._tokens]  # noqa: SLF001 - of this class
+    if not told and all(places(of) is None for of in layouts):
+        by_row = {"kv_valid", "q_segments"}
+        told = [of for of in layouts if isinstance(of.visibility, (StructuredMask, UnionMask))]
+        told = [of for of in told if cast("StructuredMask", of.visibility).given() & by_row]
+    return [(of, slice(None)) for of in told]
 
 
 def _narrowed(mask: StructuredMask, sides: Sides) -> StructuredMask:

@@ -28,7 +28,16 @@ def token_positions(visibility: object, given: tuple[Tensor | None, Tensor | Non
         return _of_structure(visibility, q_len, kv_len)
     if not isinstance(visibility, UnionMask):
         return positions(given, q_len, kv_len, None)[0]
-    first, *others = [_of_structure(part.mask, q_len, kv_len) for part in visibility.parts]
+    return agreed([_of_structure(part.mask, q_len, kv_len) for part in visibility.parts])
+
+
+def agreed(found: list[Tensor]) -> Tensor:
+    """The one answer of the parts of a union.
+
+    Raises:
+        LayoutError: they disagree, or their values cannot be compared while tracing.
+    """
+    first, *others = found
     for other in others:
         if torch.compiler.is_compiling():
             raise LayoutError(
