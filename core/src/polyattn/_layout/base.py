@@ -141,7 +141,7 @@ class LayoutBase:
         return known
 
     def _table(self, max_runs: int | None) -> Table | None:
-        if max_runs is not None:
+        if max_runs not in (None, 1):
             check_int("max_runs", max_runs, 1)
         known = self._known
         table = (known if known.lowered else self._lowered()).table
