@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from polyattn import AttentionBackend, AttentionRequest, AttentionResult, MaskLayout
@@ -48,7 +49,7 @@ def keys_route(shard: Shard, demand: Demand, source: int | None = None) -> Route
     for rank, keys in enumerate(needs):
         sends = source is None or rank == (shard.rank + source) % shard.ranks
         own = keys[owner[keys] == shard.rank] if sends else keys[:0]
-        pick.append(own.new_empty(0) if not len(own) else mine.searchsorted(own))
+        pick.append(torch.searchsorted(mine, own))
         place.append((owner[wanted] == rank).nonzero()[:, 0])
     others = demand.keys.clone().fill_diagonal_(0)
     moves = bool(others.any()) and source != 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import re
 import weakref
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def agree(group: Any, asked: Mapping[str, str], refusal: str, timeout: float) ->
     """
     control = _control(group)
     try:
-        dist.monitored_barrier(control, datetime.timedelta(seconds=timeout), wait_all_ranks=True)
+        dist.monitored_barrier(control, dt.timedelta(seconds=timeout), wait_all_ranks=True)
     except RuntimeError as error:
         first = str(error).splitlines()[0]
         named = re.search(r"[Rr]anks? ([\d, ]+) failed", first)
