@@ -172,10 +172,14 @@ class AttentionScope:
             # The first pass of reentrant checkpointing runs without grad; the state of the real forward serves it.
             found = self.find("attention", (resolved, dataclasses.replace(request, needs_grad=True)), layout)
         if found is None:
-            found = prepare(resolved, layout, request)
+            found = self.build(resolved, layout, request)
             self.keep("attention", (resolved, request), found, layout)
         prepared: PreparedAttention = found
         return prepared
+
+    def build(self, backend: AttentionBackend, layout: MaskLayout, request: AttentionRequest) -> PreparedAttention:
+        """What :meth:`prepare` keeps for a layout that a window has narrowed already; for subclasses to override."""
+        return prepare(backend, layout, request)
 
     def rotary(self, embedding: RotaryEmbedding, positions: Tensor, *, length: int | None = None) -> RotaryTables:
         """The rotary tables of ``embedding`` at ``positions``, built at their first use.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import functools
+import hashlib
 import operator
 import pickle
 from collections.abc import Iterator
@@ -239,6 +241,15 @@ class LayoutBase:
             return agreed([take(of.token_positions(), 1, index) for of, index in self._tokens])
         return token_positions(self.visibility, (self.q_positions, self.kv_positions), self.q_len, self.kv_len)
 
+    def fingerprint(self) -> str | None:
+        """A short hash of the sizes, fields and values; ``None`` for a ``mask_mod``. Copies device tensors to the host.
+
+        Layouts with the same fingerprint are alike; alike layouts written in other fields or dtypes have another one.
+        """
+        if callable(self.visibility):
+            return None
+        return hashlib.sha256(b"".join(_written(self))).hexdigest()[:16]
+
     def _intervals(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The row, start and stop of every run of keys that an active query sees."""
         known = self._lowered()
@@ -315,3 +326,20 @@ def telling(layout: _L, *tokens: tuple[LayoutBase, Index]) -> _L:
     if tokens:
         object.__setattr__(layout, "_tokens", tokens)
     return layout
+
+
+def _written(value: object) -> Iterator[bytes]:
+    """A layout, or anything in its fields, as bytes that tell it from another one."""
+    if isinstance(value, Tensor):
+        host = value.detach().cpu().contiguous()
+        yield f"{host.dtype}{list(host.shape)}".encode()
+        yield ctypes.string_at(host.data_ptr(), host.nbytes) if host.nbytes else b""
+    elif dataclasses.is_dataclass(value) or isinstance(value, tuple):
+        parts = (
+            value if isinstance(value, tuple) else [getattr(value, f.name) for f in dataclasses.fields(value) if f.init]
+        )
+        yield f"{type(value).__name__}{len(parts)}".encode()
+        for part in parts:
+            yield from _written(part)
+    else:
+        yield f"{value!r};".encode()
