@@ -342,4 +342,5 @@ def _written(value: object) -> Iterator[bytes]:
         for part in parts:
             yield from _written(part)
     else:
-        yield f"{value!r};".encode()
+        yield repr(value).encode()
+        yield b";"
