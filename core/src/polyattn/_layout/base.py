@@ -342,5 +342,4 @@ def _written(value: object) -> Iterator[bytes]:
         for part in parts:
             yield from _written(part)
     else:
-        yield repr(value).encode()
-        yield b";"
+        yield f"{value};".encode()
