@@ -1,4 +1,4 @@
-"""The command line: ``tiny-lm train``, ``tiny-lm sample`` and ``tiny-lm demo``.
+"""The command line: ``tiny-lm train``, ``tiny-lm sample``, ``tiny-lm tree`` and ``tiny-lm demo``.
 
 What the user can put right ends with one message and exit status 2, a demo whose backends disagree with 1, and a run
 that a signal ended with 128 and the signal's number, as shells have it: 130 after Ctrl-C, 143 after SIGTERM.
@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 
 import polyattn
-from tiny_lm import checkpoint, config, display, report
+from tiny_lm import checkpoint, config, display, report, tree
 from tiny_lm.folder import FolderError, claimed, refuse_what_is_there
 from tiny_lm.sample import sample
 from tiny_lm.train import Run, peak_memory, train
@@ -27,6 +27,7 @@ from tiny_lm.train import Run, peak_memory, train
 INTERRUPTED = 128 + signal.SIGINT
 CHECKPOINT = "checkpoint.pt"
 CURVES = "loss.png"
+TREE = "tree.png"
 RESULTS = (CHECKPOINT, report.FILE)
 COMPARED = ("eager", "sdpa")
 #: What the demo lets its model go on with, at a temperature where text of a small model does not repeat itself.
@@ -196,6 +197,36 @@ def _write_text(run: Run, prompt: str, tokens: int, temperature: float, seed: in
     speed = tokens / (time.perf_counter() - start)
     click.echo(prompt + text.decode(errors="replace"))
     click.echo(f"{tokens} bytes, {speed:,.0f} tokens/s")
+
+
+@commands.command("tree")
+@config_argument
+@out_option
+@overwrite_option
+@click.option("--prompt", type=click.IntRange(min=1), default=1024, show_default=True, help="Bytes of the prompt.")
+@click.option("--response", type=click.IntRange(min=1), default=256, show_default=True, help="Bytes of a response.")
+@click.option("--responses", type=click.IntRange(min=1), default=8, show_default=True, help="Responses to a prompt.")
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps, each of a new prompt.")
+def tree_command(
+    config_path: Path, out: Path, overwrite: bool, prompt: int, response: int, responses: int, steps: int
+) -> None:
+    """Train the model that CONFIG describes on responses to one prompt, as rows and as a tree, and compare them."""
+    refuse_what_is_there(out, () if overwrite else (TREE,), "--overwrite to replace it", (TREE,))
+    settings = config.load(config_path)
+    found = tree.measure(settings, prompt=prompt, response=response, responses=responses, steps=steps)
+    rows, shared = found
+    with claimed(out):
+        tree.plot(found, out / TREE)
+    for one in found:
+        saved = f"{one.saved / 2**20:,.0f} MiB kept for the backward"
+        click.echo(f"{one.name}: {one.tokens} tokens, {one.seconds:.3f} s a step, {saved}")
+    difference = max(abs(a - b) for a, b in zip(rows.losses, shared.losses, strict=True))
+    click.echo(
+        f"the tree takes {rows.seconds / shared.seconds:.1f} times less time; the losses differ by {difference:.1e}"
+    )
+    click.echo(f"Picture: {out / TREE}")
+    if not difference <= report.LIMIT:  # a NaN is not an agreement
+        raise SystemExit(1)
 
 
 @commands.command("demo")
