@@ -325,7 +325,7 @@ class Backend(BackendBase):
 @pytest.mark.parametrize(
     ("fails", "got", "error"),
     [
-        ("import nowhere_to_be_found", "nowhere_to_be_found", "ModuleNotFoundError"),
+        ("import nowhere_to_be_found", "nowhere_to_be_found", "polyattn.PolyattnError"),
         ("raise SystemExit('no kernel here')", "SystemExit: no kernel here", "SystemExit"),
     ],
 )
@@ -344,9 +344,12 @@ decision = polyattn.explain(layout, request)
 assert decision.candidates["sdpa"] == decision.candidates["eager"] == ()
 (reason,) = decision.candidates["contested"]
 assert reason.code == "fails_when_asked" and {got!r} in reason.got, reason
+assert reason.got.endswith(", from gamma 1.0"), reason
 assert polyattn.attention(q, q, q, layout).output.shape == q.shape
 try: polyattn.attention(q, q, q, layout, backend="contested")
-except {error}: print("told")
+except {error} as error:
+    assert isinstance(error, SystemExit) or ", from gamma 1.0; this is the backend's fault" in str(error), error
+    print("told")
 """
     assert run_python(code, path=[folder]).stdout.split() == ["told"]
 

@@ -22,7 +22,7 @@ from polyattn._options import configured_options
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 from polyattn._tensors import accumulation_dtype, cast_for_autocast, knows_autocast, saveable
-from polyattn.registry import hooks, restored
+from polyattn.registry import backends, hooks, restored
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,8 +201,14 @@ def refusals(backend: AttentionBackend, layout: MaskLayout, request: AttentionRe
     except PolyattnError:
         raise
     except Exception as error:
-        need = "unsupported must return its reasons"
-        raise _boundary.wrong_answer(backend.name, need, f"{type(error).__name__}: {error}") from error
+        got = f"{type(error).__name__}: {error}{origin(backend.name)}"
+        raise _boundary.wrong_answer(backend.name, "unsupported must return its reasons", got) from error
+
+
+def origin(name: str) -> str:
+    """Which distribution the loaded backend ``name`` is from, for a message; empty where it is from none."""
+    made = [info.label for info in backends.infos() if info.name == name and info.status == "loaded"]
+    return f", from {made[0]}" if len(made) == 1 else ""
 
 
 class BackendBase:

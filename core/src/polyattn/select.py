@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from polyattn._backend import AttentionBackend, BackendBase, PreparedAttention, refusals, saved_by_autograd
+from polyattn._backend import AttentionBackend, BackendBase, PreparedAttention, origin, refusals, saved_by_autograd
 from polyattn._boundary import check_layout_type, wrong_answer
 from polyattn._errors import AttentionInputError, ConfigError, LayoutError, PolyattnError, UnsupportedAttentionError
 from polyattn._layout import MaskLayout
@@ -219,7 +219,7 @@ def _ask(name: str, layout: MaskLayout, request: AttentionRequest) -> tuple[tupl
     except (KeyboardInterrupt, LayoutError, AttentionInputError):
         raise  # the last two are about the question, not about the backend
     except BaseException as error:  # noqa: BLE001 - a backend that fails when asked must not take others along
-        got = f"{question}: {brief(error)}"
+        got = f"{question}: {brief(error)}{origin(name)}"
         return (Reason("fails_when_asked", "plugin", got, "a backend that answers", doctor),), 0
 
 
