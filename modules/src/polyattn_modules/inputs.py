@@ -118,9 +118,9 @@ def check_inputs(
         LayoutError: the scope has no layout of the name that the layer gives.
     """
     kv_hidden, pair, cache = source.kv_hidden, source.pair, source.cache
-    problems = [
-        problem for name, x in (("hidden", hidden), ("kv_hidden", kv_hidden)) for problem in _of_hidden(spec, name, x)
-    ]
+    problems = _of_hidden(spec, "hidden", hidden)
+    if kv_hidden is not None:
+        problems += _of_hidden(spec, "kv_hidden", kv_hidden)
     if problems:
         raise AttentionInputError("; ".join(problems))
     batch, length, _ = hidden.shape
@@ -186,9 +186,9 @@ def check_projected(spec: AttentionSpec, hidden: Tensor, positions: Tensor | Non
         raise AttentionInputError("; ".join(problems))
 
 
-def _of_hidden(spec: AttentionSpec, name: str, x: Tensor | None) -> list[str]:
+def _of_hidden(spec: AttentionSpec, name: str, x: Tensor) -> list[str]:
     width = spec.hidden_size if spec.input_size is None else spec.input_size
-    if x is None or (x.dim() == 3 and x.shape[2] == width and x.dtype in FLOATING):
+    if x.dim() == 3 and x.shape[2] == width and x.dtype in FLOATING:
         return []
     return [f"{name} must be a floating tensor [B, S, {width}], got {x.dtype} {tuple(x.shape)}"]
 
