@@ -63,7 +63,9 @@ def test_python_dash_m_is_the_same_command(run_python):
 def test_an_error_of_polyattn_is_one_message_on_stderr_with_status_2(run_python):
     done = run_python(["-m", "polyattn", "explain", "causal", "--backend", "usp"], status=2)
     assert done.stdout == ""
-    assert done.stderr.startswith("Error: backend 'usp' cannot be used: sequence parallelism does not exist yet")
+    assert done.stderr.startswith(
+        "Error: backend 'usp' cannot be used: sequence parallelism is a scope, in polyattn-context-parallel"
+    )
     assert "Traceback" not in done.stderr
 
 

@@ -236,7 +236,7 @@ def test_a_rope_variant_has_its_words_from_elsewhere_too(word, meant):
 
 @pytest.mark.parametrize("word", ["usp_fa", "ulysses", "ring_attention"])
 def test_every_word_for_sequence_parallelism_says_that_it_does_not_exist_yet(word, bare):
-    assert "sequence parallelism does not exist yet" in text_of(bare, word)
+    assert "sequence parallelism is a scope, in polyattn-context-parallel" in text_of(bare, word)
 
 
 @pytest.mark.parametrize("error", [UnknownBackendError, UnknownRopeVariantError])
@@ -251,7 +251,8 @@ def test_an_unknown_name_is_a_value_error_so_that_validators_take_it_for_one_fau
 def test_usp_says_that_it_does_not_exist_yet_and_which_names_do(bare):
     bare.register("fake", Fake())
     assert (
-        text_of(bare, "usp") == "backend 'usp' cannot be used: sequence parallelism does not exist yet; installed: fake"
+        text_of(bare, "usp")
+        == "backend 'usp' cannot be used: sequence parallelism is a scope, in polyattn-context-parallel; installed: fake"
     )
 
 

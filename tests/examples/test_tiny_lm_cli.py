@@ -58,7 +58,7 @@ def test_resume_on_the_command_line_gives_the_uninterrupted_curve(tiny_lm, setti
 
 BAD_CONFIGS = {
     "misspelt backend": ({"attn_backend": "sdap"}, ["sdap", "sdpa", "eager"]),
-    "sequence parallelism": ({"attn_backend": "usp"}, ["usp", "sequence parallelism", "sdpa"]),
+    "sequence parallelism": ({"attn_backend": "usp"}, ["usp", "polyattn-context-parallel", "sdpa"]),
     "backend of a wrong type": ({"attn_backend": 3}, ["attn_backend", "3"]),
     "unknown key": ({"optimizer": {}}, ["optimizer is unknown, did you mean optimiser?"]),
     "misspelt attention key": ({"attn_backnd": "sdpa"}, ["attn_backnd is unknown, did you mean attn_backend?"]),

@@ -40,7 +40,9 @@ _ELSEWHERE = {
 }
 #: Words for what nobody can install here.
 _NOT_HERE = {
-    "sequence parallelism does not exist yet": r"usp.*|ulysses|ring(attention|flashattn)?|contextparallel",
+    "sequence parallelism is a scope, in polyattn-context-parallel": (
+        r"usp.*|ulysses|ring(attention|flashattn)?|contextparallel"
+    ),
     "this project has no plugin for that kernel; `polyattn new` starts one of your own": (
         r"(fa|flash|flashattn|flashattention)[34]|sage(attn|attention)?|flashinfer|flashmla|triton(attn)?|te|"
         r"transformerengine|aiter|paged.*|tensorrt|trtllmmha|cutlass|linearattention|mamba|radial|magi"
