@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -55,8 +56,7 @@ def _of_each_document(**lengths: list[list[int]]) -> MaskLayout:
     """Documents of 4, 5 and 3 tokens in a window of 2, of which each has its own length of prefix or sinks."""
     packed = MaskLayout.packed([4, 5, 3], window=2, sink_tokens=1)
     fields = {name: torch.tensor(values) for name, values in lengths.items()}
-    assert isinstance(packed.visibility, StructuredMask)
-    return dataclasses.replace(packed, visibility=packed.visibility.replace(**fields))
+    return dataclasses.replace(packed, visibility=cast("StructuredMask", packed.visibility).replace(**fields))
 
 
 def _draft_steps(length: int, steps: int) -> MaskLayout:
