@@ -27,7 +27,7 @@ def names_of_the_page():
 
 
 PAGE = names_of_the_page()
-OTHERS = ["polyattn_fa2", "polyattn_flex", "polyattn_transformers"]
+OTHERS = ["polyattn_context_parallel", "polyattn_fa2", "polyattn_flex", "polyattn_transformers"]
 MODULES = ["documents", "kernels", "messages", "registry", "rope", "select", "testing"]
 
 

@@ -27,7 +27,7 @@ def test_the_examples_run(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     assert names["model"].config._attn_implementation == "polyattn_flex_attention[compiled=False]"
 
 

@@ -54,7 +54,8 @@ def test_logits_and_gradients_equal_transformers_eager_or_are_refused(backend, o
         return
     logits, gradients = logits_and_gradients(model, inputs)
     want, wanted = expected(name)
-    if backend == "eager" and "sinks" not in zoo.needs:
+    # Beside a bias keys are copied, and some CPUs' products depend on where their operands lie.
+    if backend == "eager" and not {"sinks", "bias"} & zoo.needs:
         assert torch.equal(logits, want)
     assert close(logits, want)
     assert gradients.keys() == wanted.keys()

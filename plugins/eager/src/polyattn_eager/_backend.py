@@ -58,7 +58,10 @@ class EagerState:
 
 
 class EagerBackend(BackendBase):
-    """The backend ``eager``: on ordinary rows bit-equal to the eager attention of transformers."""
+    """The backend ``eager``: on ordinary rows bit-equal to the eager attention of transformers.
+
+    Beside a bias only where the CPU's products do not depend on where their operands lie in memory (with AVX-512).
+    """
 
     name = "eager"
     abilities = ABILITIES
