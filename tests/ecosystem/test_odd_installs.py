@@ -226,7 +226,7 @@ print(polyattn.backends.names(), polyattn.backends.get("acme").name, getattr(sys
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_application_frozen_by_pyinstaller_finds_the_plugins_it_was_frozen_with(
     build_wheel, pip_install, make_dist, tmp_path, run_python
 ):

@@ -88,6 +88,7 @@ class TestModel:
         }
         assert max(leaks.values()) <= 1e-4
 
+    @pytest.mark.nightly
     def test_ten_steps_of_fine_tuning_learn_and_agree_with_transformers_eager(self, loaded):
         model, tokenizer = loaded
         config = FinetuneConfig.read(CONFIG)

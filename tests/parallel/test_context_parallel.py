@@ -37,7 +37,7 @@ def run(world, folder, what):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def found(request, tmp_path_factory):
     return run(request.param, tmp_path_factory.mktemp("ranks"), "part")
 
