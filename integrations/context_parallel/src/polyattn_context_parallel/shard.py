@@ -140,7 +140,7 @@ def check_layouts(layouts: Mapping[str, MaskLayout]) -> None:
     """Whether these can be shared out together.
 
     Raises:
-        ContextParallelError: one is no layout, has other numbers of queries and keys, or another length than the first.
+        ContextParallelError: one is not a layout, has other numbers of queries and keys, or differs in length.
     """
     if not layouts:
         raise ContextParallelError("layout must be a MaskLayout or a mapping of some, got an empty mapping")

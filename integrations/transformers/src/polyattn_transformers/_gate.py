@@ -155,7 +155,7 @@ def _evidence(
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     batch, length = size
-    if positions is None or (isinstance(known, PackedMask) and _are_of(positions, known)):
+    if positions is None or (isinstance(known, PackedMask) and positions.dim() == 2 and known.has_positions(positions)):
         return None
     text = positions[0] if positions.dim() == 3 and positions.shape[0] == 4 else positions
     if text.dim() != 2 or length == 1 or not (parts.makes_masks or "position_ids" not in parts.names):
@@ -184,13 +184,6 @@ def _evidence(
             "document a cached key belongs; pack into a forward without earlier tokens"
         )
     return found
-
-
-def _are_of(positions: Tensor, mask: PackedMask) -> bool:
-    """Whether positions are known to be those that documents have."""
-    if positions is mask.positions:
-        return True
-    return positions.dim() == 2 and readable(positions) and bool((positions == mask.positions).all())
 
 
 def _earlier(cache: Any) -> int | None:

@@ -54,6 +54,13 @@ class PackedMask(NoTensor):
             self._positions = ranks(self.documents)
         return self._positions
 
+    def has_positions(self, positions: object) -> bool:
+        """Whether these are known to be :attr:`positions`."""
+        if positions is self.positions:
+            return True
+        fits = isinstance(positions, Tensor) and positions.shape[-1] == self.positions.shape[1] and readable(positions)
+        return fits and bool((positions == self.positions).all())  # type: ignore[attr-defined]
+
     @property
     def places(self) -> Tensor | None:
         """:attr:`positions`, unless the tokens of each document lie together: then the row has the same distances.

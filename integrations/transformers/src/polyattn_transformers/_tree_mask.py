@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from polyattn import LayoutError, MaskLayout
-from polyattn_transformers._documents import readable
 from polyattn_transformers._no_tensor import as_device
 from polyattn_transformers._packing import PackedMask
 from polyattn_transformers._parts import Parts
@@ -76,13 +75,7 @@ class TreeMask(PackedMask):
                 "next token of its rows; compute the loss from the logits with PackedTree.next_tokens()"
             )
         positions = given.get("position_ids")
-        same = positions is self.positions or (
-            isinstance(positions, Tensor)
-            and readable(positions)
-            and positions.shape[-1:] == self.positions.shape[-1:]
-            and bool((positions == self.positions).all())
-        )
-        if positions is not None and not same:
+        if positions is not None and not self.has_positions(positions):
             raise LayoutError(
                 "position_ids must be the depths of the tree's tokens beside packed(tree=...), got other ones; leave "
                 "them to packed(tree=...)"

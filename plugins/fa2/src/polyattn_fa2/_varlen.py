@@ -49,7 +49,7 @@ def cu_seqlens(layout: MaskLayout, *, device: torch.device | str | None = None) 
         device: of the offsets; by default the layout's own, else the CPU.
 
     Raises:
-        LayoutError: ``layout`` is no MaskLayout, or no single call says the same; the message says why.
+        LayoutError: ``layout`` is not a MaskLayout, or no single call says the same; the message says why.
     """
     check_layout_type(layout)
     call = _call(layout)

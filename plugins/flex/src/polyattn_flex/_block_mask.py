@@ -38,7 +38,7 @@ def block_mask(layout: MaskLayout, *, device: torch.device | str, block_size: in
         Its tables are those of ``create_block_mask``, ``[B|1, H|1, ...]``, with those of the backward.
 
     Raises:
-        LayoutError: ``layout`` is no MaskLayout or is empty, or ``block_size`` is no int of at least 1.
+        LayoutError: ``layout`` is not a MaskLayout or is empty, or ``block_size`` is not an int of at least 1.
     """
     from polyattn_flex._kernels import made
 
