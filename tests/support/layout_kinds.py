@@ -159,6 +159,9 @@ def _scattered_mask(batch: int, heads: int) -> Tensor:
 
 
 ONE, TWO = (1, 1, 9, 9), (2, 1, 9, 9)
+#: Keys of each query: one twice, none at all, and later ones.
+LISTED = [[0, 0, 3], [1, -1, 8], [-1, -1, -1], [2, 3, 4], [8, 0, 5], [5, 1, -1], [6, 6, 6], [0, 1, 7], [8, 2, 3]]
+BLOCKS = [[[[i % 5, (3 * i + b) % 5 if i % 3 else -1] for i in range(9)]] for b in range(2)]
 RING = (9, 10, 2, 3, 4, 5, 6, 7, 8)
 EARLY = [[0, 1, 1, 2, 3, 5, 6, 7, 8]]
 KINDS: dict[str, tuple[MaskLayout, Plain]] = {
@@ -284,6 +287,18 @@ KINDS: dict[str, tuple[MaskLayout, Plain]] = {
             q=[range(6, 11)],
             k=[RING],
         ),
+    ),
+    "selected": (
+        MaskLayout.selected(torch.tensor([[LISTED]]), 9),
+        plain(ONE, lambda b, h, i, j: j in LISTED[i]),
+    ),
+    "selected for each head, causal": (
+        MaskLayout.selected(torch.tensor([[LISTED, LISTED[::-1]]]), 9, causal=True),
+        plain((1, 2, 9, 9), lambda b, h, i, j: j in (LISTED[i], LISTED[8 - i])[h] and j <= i),
+    ),
+    "selected in blocks": (
+        MaskLayout.selected(torch.tensor(BLOCKS), 9, block=2, active_queries=_bits(ACTIVE)),
+        plain((2, 1, 9, 9), lambda b, h, i, j: j // 2 in BLOCKS[b][0][i] and ACTIVE[b][i]),
     ),
     "positions": (
         MaskLayout(

@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from polyattn._layout import MaskLayout, StructuredMask
-from polyattn._layout.cached import CachedMask
-from polyattn._layout.structured import WORDS
-from polyattn._layout.union import UnionMask
+from polyattn._layout import MaskLayout
+from polyattn._layout.structure import Structure
 from polyattn._reasons import Reason
 from polyattn._request import AttentionRequest
 
@@ -55,38 +53,14 @@ def _of_layout(layout: MaskLayout) -> dict[str, str]:
     mask: object = layout.visibility
     if isinstance(mask, Tensor):
         found["dense"] = f"Bool{list(mask.shape)}"
-    elif isinstance(mask, UnionMask):
-        for part in mask.parts:
-            found |= _of_structure(part.mask)
-        found["union"] = f"{len(mask.parts)} structures"
-    elif isinstance(mask, CachedMask):
-        found["kv_lengths"] = "a ring of cached keys" if mask.ring else "cached keys"
-        found |= {} if mask.window is None else {"window": f"window {mask.window}"}
-    elif isinstance(mask, StructuredMask):
-        found = _of_structure(mask)
-    elif callable(mask):
-        found["mask_mod"] = getattr(mask, "__name__", type(mask).__name__)
+    elif isinstance(mask, Structure):
+        found = mask.words()
     else:
-        found[type(mask).__name__] = "a description of another kind"
+        found["mask_mod"] = getattr(mask, "__name__", type(mask).__name__)
     if layout.heads > 1:
         found["per_head_mask"] = f"{layout.heads} masks"
     if layout.active_queries is not None:
         found["active_queries"] = "active_queries"
-    return found
-
-
-def _of_structure(mask: StructuredMask) -> dict[str, str]:
-    found: dict[str, str] = {}
-    given = mask.given()
-    if "causal" not in given:
-        found["full"] = "mask without causality"
-    # A field without a word is a word itself, which backends do not declare, so that they refuse it.
-    for name in sorted(given):
-        value, word = getattr(mask, name), WORDS.get(name, name)
-        text = name if isinstance(value, (Tensor, bool)) else f"{name} {value}"
-        found[word] = f"{found[word]} and {text}" if word in found else text
-    if isinstance(mask.window, tuple):
-        found["two_sided_window"] = f"window {mask.window}"
     return found
 
 

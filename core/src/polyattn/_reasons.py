@@ -21,6 +21,7 @@ FEATURES = (
     "union",
     "positions",
     "kv_lengths",
+    "selected",
     "dense",
     "mask_mod",
     "per_head_mask",

@@ -30,6 +30,7 @@ from polyattn._errors import AttentionInputError
 from polyattn._features import features_of, missing_abilities
 from polyattn._layout import MaskLayout
 from polyattn._layout.cached import CachedMask
+from polyattn._layout.selected import SelectedMask
 from polyattn._reasons import DTYPES
 from polyattn._request import AttentionRequest
 from polyattn._tensors import FLOATING, accumulation_dtype, autocast_dtype
@@ -38,6 +39,7 @@ __all__ = [
     "DTYPES",
     "FLOATING",
     "CachedMask",
+    "SelectedMask",
     "accumulation_dtype",
     "apply_sinks",
     "autocast_dtype",

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.cached import CachedMask
 from polyattn._layout.checks import Index, as_device, check_flag, check_int
-from polyattn._layout.indexing import pick, take
+from polyattn._layout.indexing import pick, positions, take
 from polyattn._layout.known import Known, read_host
 from polyattn._layout.sizes import infer_sizes
-from polyattn._layout.structured import MaskMod, StructuredMask
+from polyattn._layout.structure import MaskMod, Structure
+from polyattn._layout.structured import StructuredMask
 from polyattn._layout.tables import Table, covered_keys, padded_intervals
-from polyattn._layout.token_positions import agreed, token_positions
+from polyattn._layout.token_positions import agreed
 from polyattn._layout.visibility import Visibility, dense_rows, held, moved, pinned, to_mod
 from polyattn.messages import shown
 
@@ -65,9 +65,8 @@ class LayoutBase:
         parts = (self.visibility, self.active_queries, places)
         batch, heads = infer_sizes(self.q_len, self.kv_len, self.batch, self.heads, *parts)
         known = _handed or read_host(self.visibility, self.active_queries, sync=validate)
-        if not known.lowered and not isinstance(self.visibility, CachedMask):
+        if not known.lowered and not (isinstance(self.visibility, Structure) and self.visibility.lazy):
             # Now: a layout that is an input of a graph has its blocks there only as a tensor that it holds already.
-            # But a new one for each step of decoding, whose kernels need no blocks.
             known = known.lower(self.q_len, self.kv_len, batch)
         object.__setattr__(self, "batch", batch)
         object.__setattr__(self, "heads", heads)
@@ -90,7 +89,7 @@ class LayoutBase:
     @property
     def may_have_unseen_keys(self) -> bool:
         """False when the host knows that every key is seen by a query, or that unseen ones are finite; else True."""
-        finite = isinstance(self.visibility, CachedMask) and self.visibility.finite
+        finite = isinstance(self.visibility, Structure) and self.visibility.finite
         return not finite and self._lowered().may_have_unseen_keys
 
     @property
@@ -239,7 +238,9 @@ class LayoutBase:
         """
         if self._tokens:
             return agreed([take(of.token_positions(), 1, index) for of, index in self._tokens])
-        return token_positions(self.visibility, (self.q_positions, self.kv_positions), self.q_len, self.kv_len)
+        if isinstance(self.visibility, Structure):
+            return self.visibility.token_positions(self.q_len, self.kv_len)
+        return positions((self.q_positions, self.kv_positions), self.q_len, self.kv_len, None)[0]
 
     def fingerprint(self) -> str | None:
         """A short hash of the sizes, fields and values; ``None`` for a ``mask_mod``. Copies device tensors to the host.
@@ -291,14 +292,11 @@ class LayoutBase:
         made = type(self)(**{**{name: getattr(self, name) for name in names}, **changes}, _handed=known)
         return telling(made, *self._tokens)
 
-    def _in_positions(self) -> Self:
-        """A layout of cached keys as one with positions; any other as it is."""
-        mask, host = self.visibility, self._known.mask
-        if not isinstance(mask, CachedMask):
-            return self
-        sizes = (self.q_len, self.kv_len)
-        known = Known(host.in_positions(*sizes), self._known.active) if isinstance(host, CachedMask) else Known()
-        return self._with(visibility=mask.in_positions(*sizes), known=known)
+    def _joinable(self) -> Self:
+        """The layout as it is joined with others."""
+        mask, sizes = self.visibility, (self.q_len, self.kv_len)
+        joinable = mask.joinable(*sizes) if isinstance(mask, Structure) else mask
+        return self if joinable is mask else self._with(visibility=joinable, known=self._known.joinable(*sizes))
 
     def __copy__(self) -> Self:
         return self

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from polyattn._layout.known import Known
-from polyattn._layout.structured import COMBINED, Structure, StructuredMask
+from polyattn._layout.structure import Structure
+from polyattn._layout.structured import COMBINED, StructuredMask
 from polyattn._layout.union import MAX_PARTS, Part, UnionMask, parts_of
 from polyattn._layout.windows import narrower
 
@@ -29,9 +30,12 @@ def _intersect(a: Structure, b: Structure, same: Callable[[Tensor, Tensor], bool
     """The intersection of each part of one with each part of the other; ``None`` where one has no structured form."""
     if isinstance(a, StructuredMask) and isinstance(b, StructuredMask):
         return intersect(a, b, same)
+    ours, theirs = parts_of(a, None), parts_of(b, None)
+    if not ours or not theirs:
+        return None
     parts: list[Part] = []
-    for left in parts_of(a, None):
-        for right in parts_of(b, None):
+    for left in ours:
+        for right in theirs:
             mask = intersect(left.mask, right.mask, same)
             if mask is None or len(parts) == MAX_PARTS:
                 return None

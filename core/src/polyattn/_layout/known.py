@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.cached import CachedMask
-from polyattn._layout.checks import Read, on_host
+from polyattn._layout.checks import Index, Read, on_host
+from polyattn._layout.indexing import take
 from polyattn._layout.lowering import find_table
-from polyattn._layout.structured import Structure, StructuredMask
+from polyattn._layout.structure import Structure
+from polyattn._layout.structured import StructuredMask
 from polyattn._layout.tables import Table
-from polyattn._layout.union import UnionMask
 from polyattn._layout.visibility import Visibility
-from polyattn._layout.windows import narrower
+from polyattn._layout.windows import Sides
 
 
 class Known(NamedTuple):
@@ -48,13 +48,11 @@ class Known(NamedTuple):
         if mask is None or torch.compiler.is_compiling():
             return self
         rows = self._distinct(batch)
-        if isinstance(mask, (UnionMask, CachedMask)):
-            table = mask.find_table(q_len, kv_len, rows, self.active)
-        elif isinstance(mask, StructuredMask):
+        if isinstance(mask, StructuredMask):
             _check_lengths_per_segment(mask)
             table = find_table(mask, q_len, kv_len, rows, self.active)
         else:
-            table = None
+            table = mask.find_table(q_len, kv_len, rows, self.active)
         if table is None:
             return self._replace(lowered=True)
         gaps = self.active is not None and not bool(self.active.all())
@@ -65,19 +63,33 @@ class Known(NamedTuple):
             lowered=True,
         )
 
-    def narrow(self, mask: StructuredMask) -> Known:
-        """With ``mask``, this structure under a narrower window; its blocks are found anew outside a traced graph."""
-        if self.mask is None:
+    def narrow(self, sides: Sides) -> Known:
+        """Under a window too; blocks are found anew outside a traced graph."""
+        old, table = self.mask, self.table
+        mask = None if old is None else old.narrowed(sides)
+        narrowed = Known(mask, self.active) if mask is not None else Known()
+        if table is None or not torch.compiler.is_compiling() or not isinstance(old, StructuredMask):
+            return narrowed
+        if not (old.positional or old.q_positions is None) or not table.unit or old.sink_lengths is not None:
+            return narrowed
+        assert isinstance(mask, StructuredMask)
+        return narrowed._replace(table=table.narrow(*mask.reach), lowered=True)
+
+    def part(self, axis: str, index: Index | None, q_len: int, kv_len: int) -> Known:
+        """Of the part at ``index``, on the host, of what runs over ``axis``; nothing where the index is not known."""
+        if self.mask is None or index is None or torch.compiler.is_compiling():
             return Known()
-        assert isinstance(self.mask, StructuredMask)
-        narrowed = Known(self.mask.replace(window=mask.window), self.active)
-        table, old = self.table, self.mask
-        distances = old.positional or old.q_positions is None
-        if table is None or not torch.compiler.is_compiling() or not (distances and table.unit):
-            return narrowed
-        if old.sink_lengths is not None:
-            return narrowed
-        return narrowed._replace(table=table.narrow(*narrower(old.reach, mask.reach)), lowered=True)
+        at = {"B": 0, "Q": 1}.get(axis)
+        active = self.active
+        if active is not None and at is not None and not (axis == "B" and len(active) == 1):
+            active = take(active, at, index)
+        mask = self.mask.part(axis, index, q_len, kv_len, torch.device("cpu"))
+        return Known() if mask is None else Known(mask, active)
+
+    def joinable(self, q_len: int, kv_len: int) -> Known:
+        """Of the layout as it is joined with others."""
+        mask = None if self.mask is None else self.mask.joinable(q_len, kv_len)
+        return self if mask is self.mask else Known(mask, self.active)
 
     def expand(self, batch: int) -> Known:
         """For ``batch`` rows that are all like the one row of this."""

@@ -11,24 +11,25 @@ from torch import Tensor
 from polyattn._errors import LayoutError
 from polyattn._layout import segments
 from polyattn._layout.base import telling
-from polyattn._layout.cached import CachedMask
-from polyattn._layout.checks import Read, both, check_bool, check_int, on_host
+from polyattn._layout.checks import Read, both, check_bool, check_int
 from polyattn._layout.known import read_host
-from polyattn._layout.structured import MaskMod, StructuredMask
-from polyattn._layout.trees import Trees
+from polyattn._layout.listing import Listing
+from polyattn._layout.structure import MaskMod
+from polyattn._layout.structured import StructuredMask
 from polyattn._layout.windows import Window
 from polyattn.documents import ranks
 from polyattn.messages import shown
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class MaskLayout(Trees):
+class MaskLayout(Listing):
     """Which of ``q_len`` queries may attend to which of ``kv_len`` keys.
 
     A value: nothing changes after construction, and tensors are kept, not copied, so do not change them either.
     Two layouts are equal only if they are one object. Usually made by one of the constructors: :meth:`full`,
     :meth:`causal`, :meth:`padded`, :meth:`packed`, :meth:`prefix_lm`, :meth:`chunked`, :meth:`dense`,
-    :meth:`from_drop_mask`, :meth:`from_mod`, :meth:`tree`, :meth:`shared_prefix`, :meth:`block_causal`.
+    :meth:`from_drop_mask`, :meth:`from_mod`, :meth:`tree`, :meth:`shared_prefix`, :meth:`block_causal`, :meth:`cached`,
+    :meth:`selected`.
 
     Attributes:
         q_len: number of queries Q; may be 0.
@@ -271,52 +272,6 @@ class MaskLayout(Trees):
         mask = StructuredMask(causal=True, q_positions=at, kv_positions=blocks)
         made = cls(q_len, keys, visibility=mask, active_queries=active_queries)
         return telling(made, (cls.causal(q_len, keys), slice(None)))
-
-    @classmethod
-    def cached(
-        cls,
-        lengths: Tensor,
-        q_len: int,
-        capacity: int,
-        *,
-        window: Window = None,
-        ring: bool = False,
-        finite: bool = False,
-    ) -> MaskLayout:
-        """Queries that are the newest tokens of their rows, over the slots of a cache with their keys in it already.
-
-        Args:
-            lengths: ``Int[B]``, tokens of each row, the ``q_len`` new ones included. Never copied from a device.
-            q_len: number of queries; query i stands at position ``lengths - q_len + i``.
-            capacity: number of slots K. The key of position ``p`` lies in slot ``p``.
-            window: how many positions a query sees, its own included.
-            ring: the key of position ``p`` lies in slot ``p % capacity`` instead, where an older one lay. Needs a
-                window, and ``capacity >= window - 1 + q_len``: the first query still needs what the last may overwrite.
-            finite: a promise that slots which a query does not see hold neither NaN nor Inf. Without it keys and values
-                are copied at each call to hide them.
-
-        Raises:
-            LayoutError: a number does not fit; of ``lengths`` where they are on the CPU.
-        """
-        check_int("q_len", q_len)
-        check_int("capacity", capacity, 1)
-        mask = CachedMask(lengths, window, ring, finite)
-        if ring and not isinstance(mask.window, int):
-            raise LayoutError(f"window must be given with ring=True, which keeps no older keys, got {shown(window)}")
-        if ring and isinstance(mask.window, int) and capacity < mask.window - 1 + q_len:
-            raise LayoutError(
-                f"capacity must be at least window - 1 + q_len = {mask.window - 1 + q_len} in a ring, got {capacity}: "
-                "new keys would overwrite some that the first query sees"
-            )
-        known = on_host(lengths, sync=False)
-        if known is not None and known.numel():
-            least, most = int(known.min()), int(known.max())
-            if least < q_len or (most > capacity and not ring):
-                upper = "" if ring else f" .. capacity={capacity}"
-                raise LayoutError(
-                    f"lengths must lie in q_len={q_len}{upper}, the new tokens included, got {least} .. {most}"
-                )
-        return cls(q_len, capacity, visibility=mask, validate=False)
 
     @classmethod
     def dense(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,16 +10,16 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.base import LayoutBase, telling
-from polyattn._layout.cached import CachedMask
 from polyattn._layout.checks import Index, as_index, check_int
 from polyattn._layout.indexing import positions, take
 from polyattn._layout.intersections import in_both, structured_and
 from polyattn._layout.known import Known
 from polyattn._layout.picture import Drawable
-from polyattn._layout.structured import COMBINED, Structure, StructuredMask
+from polyattn._layout.structure import Structure
+from polyattn._layout.structured import StructuredMask
 from polyattn._layout.union import MAX_PARTS, UnionMask, parts_of
 from polyattn._layout.visibility import JoinedMod, pinned, selected
-from polyattn._layout.windows import Sides, Window, narrower, window_sides
+from polyattn._layout.windows import Window, window_sides
 from polyattn.messages import shown
 
 if TYPE_CHECKING:
@@ -68,20 +67,10 @@ class Combinable(Drawable):
         if sides == (None, None):
             return self
         mask, validate = self.visibility, True
-        if isinstance(mask, CachedMask):
-            cached = self._known.mask
-            known = Known(cached.narrowed(sides), self._known.active) if isinstance(cached, CachedMask) else Known()
-            return self._with(visibility=mask.narrowed(sides), known=known)
         if q_positions is None or is_placed(self):
-            if isinstance(mask, StructuredMask) and mask.given() <= COMBINED:
-                narrowed = _narrowed(mask, sides)
-                if narrowed.window == mask.window:
-                    return self
-                return self._with(visibility=narrowed, known=self._known.narrow(narrowed))
-            if isinstance(mask, UnionMask) and mask.given() <= COMBINED:
-                host, narrow = self._known.mask, functools.partial(_narrowed, sides=sides)
-                known = Known(host.map(narrow), self._known.active) if isinstance(host, UnionMask) else Known()
-                return self._with(visibility=mask.map(narrow), known=known)
+            narrowed = mask.narrowed(sides) if isinstance(mask, Structure) else None
+            if narrowed is not None:
+                return self if narrowed is mask else self._with(visibility=narrowed, known=self._known.narrow(sides))
             (q_positions, kv_positions), validate = places(self) or (None, None), False
         band = StructuredMask(window=window, q_positions=q_positions, kv_positions=kv_positions)
         return self & type(self)(self.q_len, self.kv_len, visibility=band, validate=validate)
@@ -97,8 +86,7 @@ class Combinable(Drawable):
         """
         if not isinstance(other, LayoutBase):
             return NotImplemented
-        if isinstance(self.visibility, CachedMask) or isinstance(other.visibility, CachedMask):
-            return self._in_positions() & other._in_positions()
+        self, other = self._joinable(), other._joinable()  # noqa: PLW0642 - the same layouts
         fields = _joined_fields(self, other, "&")
         fields["active_queries"] = in_both(self.active_queries, other.active_queries)
         left, right, device = self.visibility, other.visibility, self.device or other.device
@@ -125,8 +113,7 @@ class Combinable(Drawable):
         """
         if not isinstance(other, LayoutBase):
             return NotImplemented
-        if isinstance(self.visibility, CachedMask) or isinstance(other.visibility, CachedMask):
-            return self._in_positions() | other._in_positions()
+        self, other = self._joinable(), other._joinable()  # noqa: PLW0642 - the same layouts
         fields = _joined_fields(self, other, "|")
         fields["active_queries"] = None
         left, right = parts_of(self.visibility, self.active_queries), parts_of(other.visibility, other.active_queries)
@@ -156,7 +143,8 @@ class Combinable(Drawable):
             validate: see :class:`MaskLayout`; here for an index that lies on a device.
         """
         part, host_part, count = as_index(index, self.q_len, validate=validate)
-        fields = {"q_len": count, "active_queries": _taken(self.active_queries, part)}
+        active = self.active_queries
+        fields = {"q_len": count, "active_queries": None if active is None else take(active, 1, part)}
         return telling(self._select("queries", part, host_part, **fields), (self, part))
 
     def select_keys(self, index: Some, *, validate: bool = True) -> Self:
@@ -168,10 +156,10 @@ class Combinable(Drawable):
         """The layout of some of the heads. One that is the same for all heads (``heads == 1``) stays as it is."""
         if not isinstance(index, slice):
             raise LayoutError(f"index must be a slice of heads, got {shown(index)}")
-        if self.heads == 1 or isinstance(self.visibility, Structure):
+        if self.heads == 1:
             return self
-        part, _, count = as_index(index, self.heads, validate=True)
-        return self._with(heads=count, visibility=selected(self.visibility, "heads", part), known=Known())
+        part, host_part, count = as_index(index, self.heads, validate=True)
+        return self._with(heads=count, **self._part("heads", part, host_part))
 
     def select_batch(self, index: Some, *, validate: bool = True) -> Self:
         """The layout of some of the batch rows, see :meth:`select_queries`; one of batch 1, which serves all, stays."""
@@ -183,71 +171,44 @@ class Combinable(Drawable):
         for name in ("active_queries", "q_positions", "kv_positions"):
             value = getattr(self, name)
             fields[name] = None if value is None else _batch_rows(value, part)
-        mask, known = self.visibility, self._known
-        if isinstance(mask, Structure):
-            fields["visibility"] = mask.replace(**{k: _batch_rows(x, part) for k, x in mask.tensors().items()})
-            if known.mask is None or host_part is None or torch.compiler.is_compiling():
-                return telling(self._with(**fields, known=Known()), *tokens)
-            host = known.mask.replace(**{k: _batch_rows(x, host_part) for k, x in known.mask.tensors().items()})
-            active = None if known.active is None else _batch_rows(known.active, host_part)
-            return telling(self._with(**fields, known=Known(host, active)), *tokens)
-        fields["visibility"] = (
-            mask if isinstance(mask, Tensor) and mask.shape[0] == 1 else selected(mask, "batch", part)
-        )
-        return telling(self._with(**fields, known=Known()), *tokens)
+        return telling(self._with(**fields, **self._part("batch", part, host_part)), *tokens)
 
     def _select(self, axis: str, part: Index, host_part: Index | None, **fields: Any) -> Self:
         """The part at an index along ``axis``, ``queries`` or ``keys``; it keeps its positions."""
-        queries = axis == "queries"
-        device = self.device or (part.device if isinstance(part, Tensor) else torch.device("cpu"))
-        self = self._in_positions()  # noqa: PLW0642 - what follows is about the layout that has positions
-        mask, known = self.visibility, self._known
+        found = self._part(axis, part, host_part)
+        if not isinstance(found["visibility"], Structure):
+            device = self.device or (part.device if isinstance(part, Tensor) else torch.device("cpu"))
+            q, k = positions(_given(self), self.q_len, self.kv_len, device)
+            fields["q_positions"] = take(q, 1, part) if axis == "queries" else q
+            fields["kv_positions"] = k if axis == "queries" else take(k, 1, part)
+        return self._with(**fields, **found)
+
+    def _part(self, axis: str, part: Index, host_part: Index | None) -> dict[str, Any]:
+        """The visibility at an index along ``axis``, and what the host knows of it."""
+        mask, sizes = self.visibility, (self.q_len, self.kv_len)
         if isinstance(mask, Structure):
-            fields["visibility"] = _part(self, mask, axis, part, device)
-            if known.mask is None or host_part is None or torch.compiler.is_compiling():
-                return self._with(**fields, known=Known())
-            host_mask = _part(self, known.mask, axis, host_part, torch.device("cpu"))
-            active = _taken(known.active, host_part) if queries else known.active
-            return self._with(**fields, known=Known(host_mask, active))
-        q, k = positions((self.q_positions, self.kv_positions), self.q_len, self.kv_len, device)
-        fields["q_positions"] = take(q, 1, part) if queries else q
-        fields["kv_positions"] = k if queries else take(k, 1, part)
-        return self._with(**fields, visibility=selected(mask, axis, part), known=Known())
-
-
-def _taken(active: Tensor | None, index: Index) -> Tensor | None:
-    return None if active is None else take(active, 1, index)
+            letter = axis[0].upper()
+            device = self.device or (part.device if isinstance(part, Tensor) else torch.device("cpu"))
+            found = mask.part(letter, part, *sizes, device)
+            if found is not None:
+                return {"visibility": found, "known": self._known.part(letter, host_part, *sizes)}
+            mask = self.to_dense()
+        whole = axis == "batch" and isinstance(mask, Tensor) and mask.shape[0] == 1
+        return {"visibility": mask if whole else selected(mask, axis, part), "known": Known()}
 
 
 def _batch_rows(value: Tensor, index: Index) -> Tensor:
     return value if value.shape[0] == 1 else take(value, 0, index)
 
 
-def _part(layout: LayoutBase, mask: Structure, axis: str, index: Index, device: torch.device) -> Structure:
-    """The part of a structure, with positions, at ``index`` of what runs over ``axis``."""
-    if isinstance(mask, UnionMask):
-        row = functools.partial(_taken, index=index) if axis == "queries" else None
-        return mask.map(lambda part: cast("StructuredMask", _part(layout, part, axis, index, device)), row)
-    assert isinstance(mask, StructuredMask)
-    q, k = positions((mask.q_positions, mask.kv_positions), layout.q_len, layout.kv_len, device)
-    placed = mask.replace(q_positions=q, kv_positions=k)
-    prefix = "q_" if axis == "queries" else "kv_"
-    taken = {name: take(value, 1, index) for name, value in placed.tensors().items() if name.startswith(prefix)}
-    return placed.replace(**taken)
-
-
 def _tellers(*layouts: LayoutBase) -> list[tuple[LayoutBase, Index]]:
     """Those of layouts of the same queries that place these otherwise than the positions which both are left with."""
     told = [of for of in layouts if of._tokens]  # noqa: SLF001 - of this class
     if not told and all(places(of) is None for of in layouts):
-        by_row = {"kv_valid", "q_segments"}
-        told = [of for of in layouts if isinstance(of.visibility, (StructuredMask, UnionMask))]
-        told = [of for of in told if cast("StructuredMask", of.visibility).given() & by_row]
+        by_row = ("kv_valid", "q_segments")
+        told = [of for of in layouts if isinstance(of.visibility, Structure)]
+        told = [of for of in told if any(name.endswith(by_row) for name in cast("Structure", of.visibility).tensors())]
     return [(of, slice(None)) for of in told]
-
-
-def _narrowed(mask: StructuredMask, sides: Sides) -> StructuredMask:
-    return mask.replace(window=narrower(mask.reach, sides))
 
 
 def _joined_fields(a: LayoutBase, b: LayoutBase, sign: str) -> dict[str, Any]:
@@ -275,23 +236,19 @@ def _check_alike(a: LayoutBase, b: LayoutBase, sign: str) -> None:
 
 def places(layout: LayoutBase) -> tuple[Tensor, Tensor] | None:
     """The positions of queries and keys where they are written out, and are the same in all parts."""
+    given = _given(layout)
+    return None if given[0] is None else positions(given, layout.q_len, layout.kv_len, layout.device)
+
+
+def _given(layout: LayoutBase) -> tuple[Tensor | None, Tensor | None]:
     mask = layout.visibility
-    holders = [part.mask for part in mask.parts] if isinstance(mask, UnionMask) else [mask]
-    found = [(of.q_positions, of.kv_positions) if isinstance(of, StructuredMask) else None for of in holders]
-    q, k = found[0] or (layout.q_positions, layout.kv_positions)
-    if q is None or any(other is not None and (other[0] is not q or other[1] is not k) for other in found):
-        return None
-    return positions((q, k), layout.q_len, layout.kv_len, layout.device)
+    return mask.places() if isinstance(mask, Structure) else (layout.q_positions, layout.kv_positions)
 
 
 def is_placed(layout: LayoutBase) -> bool:
     """Whether the layout says itself where its queries and keys stand."""
     mask = layout.visibility
-    if isinstance(mask, CachedMask):
-        return True
-    if isinstance(mask, UnionMask):
-        return all(part.mask.q_positions is not None or part.mask.positional for part in mask.parts)
-    return places(layout) is not None or (isinstance(mask, StructuredMask) and mask.positional)
+    return mask.placed if isinstance(mask, Structure) else layout.q_positions is not None
 
 
 def steps_by_one(layout: LayoutBase, at: Tensor) -> Tensor | None:

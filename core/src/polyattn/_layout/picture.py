@@ -9,10 +9,8 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError, PolyattnError
 from polyattn._layout.base import LayoutBase
-from polyattn._layout.cached import CachedMask
 from polyattn._layout.checks import check_int
-from polyattn._layout.structured import StructuredMask
-from polyattn._layout.union import UnionMask
+from polyattn._layout.structure import Structure
 from polyattn.messages import shown
 
 if TYPE_CHECKING:
@@ -25,13 +23,8 @@ class Drawable(LayoutBase):
     def describe(self) -> str:
         """One line: the rules, the sizes and what is inactive."""
         mask = self.visibility
-        if isinstance(mask, StructuredMask):
-            words = _rules(mask)
-        elif isinstance(mask, UnionMask):
-            words = [" | ".join(f"({', '.join(_rules(part.mask))})" for part in mask.parts)]
-        elif isinstance(mask, CachedMask):
-            words = ["the ring of a cache" if mask.ring else "a cache"]
-            words += [] if mask.window is None else [f"window {mask.window}"]
+        if isinstance(mask, Structure):
+            words = mask.rules()
         elif isinstance(mask, Tensor):
             words = ["dense mask"]
         else:
@@ -109,20 +102,3 @@ class Drawable(LayoutBase):
 def _bounds(length: int, size: int) -> list[tuple[int, int]]:
     count = min(length, size)
     return [(i * length // count, (i + 1) * length // count) for i in range(count)]
-
-
-def _rules(mask: StructuredMask) -> list[str]:
-    prefix = mask.prefix_lengths
-    rules = {
-        "causal": "causal",
-        "prefix_lengths": "after a prefix" + (" of each segment" if prefix is not None and prefix.dim() == 2 else ""),
-        "window": f"window {mask.window}",
-        "sink_lengths": "sink tokens",
-        "chunk_size": f"chunks of {mask.chunk_size}",
-        "q_segments": "packed documents" if mask.kv_segment_ends is None else "a tree",
-        "kv_valid": "padded keys",
-        "q_positions": "explicit positions",
-    }
-    given = mask.given() - {"kv_segments", "kv_segment_ends", "kv_positions"}  # which do not come alone
-    words = [text for name, text in rules.items() if name in given]
-    return [*(() if mask.causal else ("both directions",)), *words, *sorted(given - rules.keys())]

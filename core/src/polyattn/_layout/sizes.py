@@ -6,7 +6,8 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import check_bool, check_int, check_ints, check_positions
-from polyattn._layout.structured import Structure, StructuredMask
+from polyattn._layout.structure import Structure
+from polyattn._layout.structured import StructuredMask
 
 
 def infer_sizes(
@@ -28,13 +29,13 @@ def infer_sizes(
     for name, given in (("batch", batch), ("heads", heads)):
         if given is not None:
             check_int(name, given)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, tuple[Tensor, str]] = {}
     strange = isinstance(visibility, StructuredMask) and type(visibility) is not StructuredMask
     if isinstance(visibility, Tensor):
         check_bool("visibility", visibility, "[B|1, H|1, Q, K]", (4,))
-        tensors = {"visibility": visibility}
+        tensors = {"visibility": (visibility, "BHQK")}
     elif isinstance(visibility, Structure) and not strange:
-        tensors = visibility.tensors()
+        tensors = {name: (value, visibility.axes(name)) for name, value in visibility.tensors().items()}
     elif strange or not callable(visibility):
         got = type(visibility).__name__
         if strange:
@@ -42,30 +43,24 @@ def infer_sizes(
         raise LayoutError(f"visibility must be a Bool tensor, a mask_mod function or a StructuredMask, got {got}")
     if active_queries is not None:
         check_bool("active_queries", active_queries, "[B|1, Q]", (2,))
-        tensors = {**tensors, "active_queries": active_queries}
+        tensors["active_queries"] = active_queries, "BQ"
     problems: list[str] = []
     if positions[0] is not None or positions[1] is not None:
         tensors |= _positions(visibility, *positions)
-    for name, value in tensors.items():
-        want, field = list(value.shape[:1]), name.rpartition(".")[2]
-        if name == "visibility":
-            want = [*value.shape[:2], q_len, kv_len]
-        elif field == "active_queries" or field.startswith(("q_", "kv_")):
-            want.append(kv_len if field.startswith("kv_") else q_len)
-        elif field not in {"prefix_lengths", "sink_lengths", "lengths"}:
+    for name, (value, axes) in tensors.items():
+        if not axes:
             problems.append(f"{name} must begin with q_ or kv_, which says what its second dimension runs over")
-        elif value.dim() == 2:
-            want.append(value.shape[1])
-        if list(value.shape) != want:
+        want = [{"Q": q_len, "K": kv_len}.get(axis, size) for axis, size in zip(axes, value.shape, strict=False)]
+        if axes and list(value.shape) != want:
             problems.append(f"{name} must fit q_len={q_len} and kv_len={kv_len}: shape {want}, got {list(value.shape)}")
-    rows = _one_size("batch", batch, {name: value.shape[0] for name, value in tensors.items()}, problems)
-    per_head = {"visibility": visibility.shape[1]} if isinstance(visibility, Tensor) else {}
-    if isinstance(visibility, Structure) and heads not in (None, 1):
+    rows = _one_size("batch", batch, {name: value.shape[0] for name, (value, _) in tensors.items()}, problems)
+    per_head = {name: value.shape[1] for name, (value, axes) in tensors.items() if axes[1:2] == "H"}
+    if isinstance(visibility, Structure) and not per_head and heads not in (None, 1):
         problems.append(
             f"heads must be 1 with a {type(visibility).__name__}, which is the same for all heads, got {heads}"
         )
     count = _one_size("heads", heads, per_head, problems)
-    devices = {name: value.device for name, value in tensors.items()}
+    devices = {name: value.device for name, (value, _) in tensors.items()}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} {device}" for name, device in devices.items())
         problems.append(f"all tensors of a layout must be on one device, got {where}")
@@ -74,15 +69,16 @@ def infer_sizes(
     return rows, count
 
 
-def _positions(visibility: object, q: Tensor | None, k: Tensor | None) -> dict[str, Tensor]:
-    """The positions of a dense mask or ``mask_mod`` by name, checked by themselves."""
-    given = {name: value for name, value in (("q_positions", q), ("kv_positions", k)) if value is not None}
+def _positions(visibility: object, q: Tensor | None, k: Tensor | None) -> dict[str, tuple[Tensor, str]]:
+    """The positions of a dense mask or ``mask_mod`` by name with their axes, checked by themselves."""
+    named = (("q_positions", q, "BQ"), ("kv_positions", k, "BK"))
+    given = {name: (value, axes) for name, value, axes in named if value is not None}
     if given and isinstance(visibility, Structure):
         raise LayoutError(
             f"{' and '.join(given)} must be fields of the StructuredMask, got them beside it; give them there"
         )
-    for name, value in given.items():
-        check_ints(name, value, f"[B|1, {'Q' if name == 'q_positions' else 'K'}]", (2,))
+    for name, (value, axes) in given.items():
+        check_ints(name, value, f"[B|1, {axes[1]}]", (2,))
     check_positions(q, k)
     return given
 

@@ -24,36 +24,15 @@ from torch import Tensor
 
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import check_bool, check_flag, check_int, check_ints, check_positions
+from polyattn._layout.formula import chunk_of, per_query, saturating_distance
 from polyattn._layout.indexing import pick, positions
-from polyattn._layout.windows import Window, as_window, window_sides
+from polyattn._layout.structure import MaskMod, Structure
+from polyattn._layout.token_positions import places_in_documents
+from polyattn._layout.windows import Sides, Window, as_window, narrower, window_sides
+from polyattn.documents import ranks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class Structure:
-    """A visibility whose class knows its rule: one class with its formula and its parts for each kind.
-
-    Who reads one asks for the classes that it knows; the formula serves everybody else.
-    """
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name; the last part of a name begins with ``q_`` or ``kv_`` as in :class:`StructuredMask`."""
-        raise NotImplementedError
-
-    def replace(self, **changes: Any) -> Self:
-        """The same structure with other values of some fields."""
-        raise NotImplementedError
-
-    def rows(self, q_len: int, kv_len: int, start: int, stop: int, device: torch.device | None) -> Tensor:
-        """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, stop - start, K]``."""
-        raise NotImplementedError
-
-    def mod(self, q_len: int, kv_len: int) -> MaskMod:
-        """The rule as a FlexAttention ``mask_mod``; reads nothing on the host."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,7 +98,7 @@ class StructuredMask(Structure):
             raise LayoutError(f"q_segments and kv_segments must be given together, got {given} alone")
         if self.kv_segment_ends is not None and self.kv_segments is None:
             raise LayoutError("kv_segment_ends must come with q_segments and kv_segments, got kv_segment_ends alone")
-        for name in ("prefix_lengths", "sink_lengths"):
+        for name in _LENGTHS:
             lengths = getattr(self, name)
             if lengths is None:
                 continue
@@ -153,6 +132,10 @@ class StructuredMask(Structure):
     def replace(self, **changes: Any) -> Self:
         """The same mask with other values of some fields."""
         return dataclasses.replace(self, **changes)
+
+    def axes(self, name: str) -> str:
+        """See :class:`Structure`; prefixes and sinks are per batch row, and may be per segment."""
+        return "BN" if name in _LENGTHS else super().axes(name)
 
     @property
     def positional(self) -> bool:
@@ -190,10 +173,10 @@ class StructuredMask(Structure):
             same = q_segment == k_segment if k_end is None else (k_segment <= q_segment) & (q_segment < k_end)
             tests.append(same)
         if self.chunk_size is not None:
-            tests.append(_chunk(q, self.chunk_size) == _chunk(k, self.chunk_size))
+            tests.append(chunk_of(q, self.chunk_size) == chunk_of(k, self.chunk_size))
         if self.window is not None:
             given = self.q_positions
-            distance = (q - k).abs() if given is None else _saturating_distance(q, k, given.dtype)
+            distance = (q - k).abs() if given is None else saturating_distance(q, k, given.dtype)
             near = distance < self.window if isinstance(self.window, int) else self._within_sides(q < k, distance)
             tests.append(near if sink is None else near | (k < sink))
         if self.causal:
@@ -201,7 +184,7 @@ class StructuredMask(Structure):
         return functools.reduce(operator.and_, tests) if tests else None
 
     def rows(self, q_len: int, kv_len: int, start: int, stop: int, device: torch.device | None) -> Tensor:
-        """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, stop - start, K]``."""
+        """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, 1, stop - start, K]``."""
         q, k = positions((self.q_positions, self.kv_positions), q_len, kv_len, device)
 
         def row(value: Tensor) -> Tensor:
@@ -210,12 +193,12 @@ class StructuredMask(Structure):
         def column(value: Tensor) -> Tensor:
             return value[:, None, :]
 
-        seen = _seen(self, _query_lengths(self), row(q), column(k), row, column)
-        return torch.ones(1, 1, 1, dtype=torch.bool, device=device) if seen is None else seen
+        seen = _seen(self, self._query_lengths(), row(q), column(k), row, column)
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if seen is None else seen[:, None]
 
     def mod(self, q_len: int, kv_len: int) -> MaskMod:
         """The formula as a FlexAttention ``mask_mod``; reads nothing on the host."""
-        lengths = _query_lengths(self)
+        lengths = self._query_lengths()
         offset = kv_len - q_len
 
         def mod(b: Tensor, _h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -231,6 +214,75 @@ class StructuredMask(Structure):
             return torch.ones_like(q_idx, dtype=torch.bool) if seen is None else seen
 
         return mod
+
+    def words(self) -> dict[str, str]:
+        """The features that a backend needs for it, each with what was asked for."""
+        given = self.given()
+        found: dict[str, str] = {} if "causal" in given else {"full": "mask without causality"}
+        # A field without a word is a word itself, which backends do not declare, so that they refuse it.
+        for name in sorted(given):
+            value, word = getattr(self, name), WORDS.get(name, name)
+            text = name if isinstance(value, (Tensor, bool)) else f"{name} {value}"
+            found[word] = f"{found[word]} and {text}" if word in found else text
+        if isinstance(self.window, tuple):
+            found["two_sided_window"] = f"window {self.window}"
+        return found
+
+    def rules(self) -> list[str]:
+        """The rules in words for people."""
+        per_segment = self.prefix_lengths is not None and self.prefix_lengths.dim() == 2
+        rules = {
+            "causal": "causal",
+            "prefix_lengths": "after a prefix" + (" of each segment" if per_segment else ""),
+            "window": f"window {self.window}",
+            "sink_lengths": "sink tokens",
+            "chunk_size": f"chunks of {self.chunk_size}",
+            "q_segments": "packed documents" if self.kv_segment_ends is None else "a tree",
+            "kv_valid": "padded keys",
+            "q_positions": "explicit positions",
+        }
+        given = self.given() - {"kv_segments", "kv_segment_ends", "kv_positions"}  # which do not come alone
+        words = [text for name, text in rules.items() if name in given]
+        return [*(() if self.causal else ("both directions",)), *words, *sorted(given - rules.keys())]
+
+    def narrowed(self, sides: Sides) -> Self | None:
+        """The mask under a window too."""
+        if not self.given() <= COMBINED:
+            return None
+        narrowed = self.replace(window=narrower(self.reach, sides))
+        return self if narrowed.window == self.window else narrowed
+
+    def in_positions(self, q_len: int, kv_len: int, device: torch.device | None) -> Self:
+        """The same with the positions of queries and keys as tensors."""
+        q, k = positions(self.places(), q_len, kv_len, device)
+        return self.replace(q_positions=q, kv_positions=k)
+
+    @property
+    def placed(self) -> bool:
+        """Whether it says itself where its queries and keys stand."""
+        return self.q_positions is not None or self.positional
+
+    def places(self) -> tuple[Tensor | None, Tensor | None]:
+        """The positions of queries and keys where they are given."""
+        return self.q_positions, self.kv_positions
+
+    def token_positions(self, q_len: int, kv_len: int) -> Tensor:
+        """``Int[B|1, Q]``; see :meth:`MaskLayout.token_positions`."""
+        q, k = self.q_segments, self.kv_segments
+        if q is not None and k is not None and self.kv_segment_ends is None:
+            if self.q_positions is None and q is k:
+                return ranks(q)
+            return places_in_documents(q, k, positions(self.places(), q_len, kv_len, q.device))
+        device = next((value.device for value in self.tensors().values()), None)
+        at, _ = positions(self.places(), q_len, kv_len, device)
+        if self.q_positions is not None or self.kv_valid is None:
+            return at
+        first = self.kv_valid.to(torch.int32).argmax(1, keepdim=True)
+        return (at - first.to(at.dtype)).clamp(min=0)
+
+    def _query_lengths(self) -> tuple[Tensor | None, Tensor | None]:
+        """The prefix and the sink of each query, ``[B|1, Q|1]``."""
+        return per_query(self.prefix_lengths, self.q_segments), per_query(self.sink_lengths, self.q_segments)
 
     def _within_sides(self, later: Tensor, distance: Tensor) -> Tensor:
         left, right = self.reach
@@ -251,6 +303,7 @@ _PER_TOKEN = (
     ("kv_segments", "K"),
     ("kv_segment_ends", "K"),
 )
+_LENGTHS = ("prefix_lengths", "sink_lengths")
 #: The word for each field in the features that backends declare abilities in.
 WORDS = {
     "causal": "causal",
@@ -284,29 +337,3 @@ def _seen(
     )
     valid = None if mask.kv_valid is None else column(mask.kv_valid)
     return mask.visible(q, k, valid=valid, segments=segments, prefix=prefix, sink=sink)
-
-
-def _chunk(position: Tensor, size: int) -> Tensor:
-    if size > torch.iinfo(position.dtype).max:  # not a number of the dtype; all of one sign is one chunk
-        return -(position < 0).to(position.dtype)
-    return torch.div(position, size, rounding_mode="floor")
-
-
-def _saturating_distance(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-    """``|q - k|``, at most the largest number of ``dtype``: positions at both ends of the range do not wrap."""
-    limit = torch.iinfo(dtype).max
-    high, low = torch.maximum(q, k), torch.minimum(q, k)
-    return high - torch.maximum(low, high.clamp(min=-1) - limit)
-
-
-def _query_lengths(mask: StructuredMask) -> tuple[Tensor | None, Tensor | None]:
-    """The prefix and the sink of each query, ``[B|1, Q|1]``."""
-    prefix, sink = mask.prefix_lengths, mask.sink_lengths
-    return _per_query(mask, prefix), _per_query(mask, sink)
-
-
-def _per_query(mask: StructuredMask, lengths: Tensor | None) -> Tensor | None:
-    if lengths is None or mask.q_segments is None or lengths.dim() == 1:
-        return None if lengths is None else lengths[:, None]
-    rows = torch.broadcast_shapes(lengths.shape[:1], mask.q_segments.shape[:1])[0]
-    return lengths.expand(rows, -1).gather(1, mask.q_segments.long().expand(rows, -1))

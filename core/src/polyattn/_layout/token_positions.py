@@ -1,4 +1,4 @@
-"""The positions that rotary embeddings turn the tokens of a layout by."""
+"""Where tokens stand: the one answer of several layouts, and places in documents."""
 
 from __future__ import annotations
 
@@ -6,29 +6,6 @@ import torch
 from torch import Tensor
 
 from polyattn._errors import LayoutError
-from polyattn._layout.cached import CachedMask
-from polyattn._layout.indexing import positions
-from polyattn._layout.structured import StructuredMask
-from polyattn._layout.union import UnionMask
-from polyattn.documents import ranks
-
-
-def token_positions(visibility: object, given: tuple[Tensor | None, Tensor | None], q_len: int, kv_len: int) -> Tensor:
-    """``Int[B|1, Q]``; see :meth:`MaskLayout.token_positions`.
-
-    Args:
-        visibility: of the layout.
-        given: the positions of queries and keys that a dense mask or ``mask_mod`` was given.
-        q_len: number of queries.
-        kv_len: number of keys.
-    """
-    if isinstance(visibility, CachedMask):
-        visibility = visibility.in_positions(q_len, kv_len)
-    if isinstance(visibility, StructuredMask):
-        return _of_structure(visibility, q_len, kv_len)
-    if not isinstance(visibility, UnionMask):
-        return positions(given, q_len, kv_len, None)[0]
-    return agreed([_of_structure(part.mask, q_len, kv_len) for part in visibility.parts])
 
 
 def agreed(found: list[Tensor]) -> Tensor:
@@ -52,22 +29,14 @@ def agreed(found: list[Tensor]) -> Tensor:
     return first
 
 
-def _of_structure(mask: StructuredMask, q_len: int, kv_len: int) -> Tensor:
-    q, k = mask.q_segments, mask.kv_segments
-    if mask.kv_segment_ends is None and q is not None and k is not None:
-        if mask.q_positions is None and q is k:
-            return ranks(q)
-        return _places(mask, q, k, q_len, kv_len)
-    q_positions, _ = positions((mask.q_positions, mask.kv_positions), q_len, kv_len, _device(mask))
-    if mask.q_positions is not None or mask.kv_valid is None:
-        return q_positions
-    first = mask.kv_valid.to(torch.int32).argmax(1, keepdim=True)
-    return (q_positions - first.to(q_positions.dtype)).clamp(min=0)
+def places_in_documents(q: Tensor, k: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+    """The distances of queries to the first tokens of their documents, ``Int[B|1, Q]``.
 
-
-def _places(mask: StructuredMask, q: Tensor, k: Tensor, q_len: int, kv_len: int) -> Tensor:
-    """The distances of the queries to the first token of their documents, where positions are those of the row."""
-    at = positions((mask.q_positions, mask.kv_positions), q_len, kv_len, q.device)
+    Args:
+        q: ``Int[B|1, Q]``, the documents of the queries.
+        k: ``Int[B|1, K]``, those of the keys.
+        at: the positions of both, in the row.
+    """
     rows = max(len(q), len(k), *map(len, at))
     document = torch.cat([q.expand(rows, -1), k.expand(rows, -1).to(q.dtype)], 1)
     place = torch.cat([x.expand(rows, -1) for x in at], 1)
@@ -78,8 +47,4 @@ def _places(mask: StructuredMask, q: Tensor, k: Tensor, q_len: int, kv_len: int)
     starts[:, 1:] = document[:, 1:] != document[:, :-1]
     index = torch.arange(order.shape[1], device=order.device).expand_as(order)
     first = ordered.gather(1, torch.where(starts, index, 0).cummax(1).values)
-    return torch.empty_like(place).scatter_(1, order, ordered - first)[:, :q_len]
-
-
-def _device(mask: StructuredMask) -> torch.device | None:
-    return next((value.device for value in mask.tensors().values()), None)
+    return torch.empty_like(place).scatter_(1, order, ordered - first)[:, : q.shape[1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,9 +13,12 @@ from torch import Tensor
 
 from polyattn._layout.indexing import pick
 from polyattn._layout.lowering import find_table
-from polyattn._layout.structured import MaskMod, Structure, StructuredMask
+from polyattn._layout.structure import MaskMod, Structure
+from polyattn._layout.structured import StructuredMask
 from polyattn._layout.tables import Table
+from polyattn._layout.token_positions import agreed
 from polyattn._layout.unite import unite
+from polyattn._layout.windows import Sides
 
 #: A union of more parts than this is written as a dense mask or a function.
 MAX_PARTS = 16
@@ -42,10 +45,6 @@ class UnionMask(Structure):
             found.update({f"parts[{i}].{name}": value for name, value in named.items()})
         return found
 
-    def given(self) -> frozenset[str]:
-        """The fields that are set in any part."""
-        return functools.reduce(operator.or_, [part.mask.given() for part in self.parts])
-
     def replace(self, **changes: Tensor) -> UnionMask:
         """The union with other tensors, by the names of :meth:`tensors`."""
         parts = []
@@ -54,21 +53,54 @@ class UnionMask(Structure):
             parts.append(Part(mask.replace(**own), changes.get(f"parts[{i}].active_queries", active)))
         return UnionMask(tuple(parts))
 
-    def map(
-        self,
-        structure: Callable[[StructuredMask], StructuredMask],
-        row: Callable[[Tensor | None], Tensor | None] | None = None,
-    ) -> UnionMask:
-        """The union of ``structure`` of the parts, their active queries as they are or as ``row`` gives them."""
-        parts = ((structure(mask), active if row is None else row(active)) for mask, active in self.parts)
-        return UnionMask(tuple(Part(*part) for part in parts))
+    def axes(self, name: str) -> str:
+        """As in the parts."""
+        field = name.rpartition(".")[2]
+        return "BQ" if field == "active_queries" else self.parts[0].mask.axes(field)
+
+    def words(self) -> dict[str, str]:
+        """The features that a backend needs for it, each with what was asked for."""
+        found = {word: text for part in self.parts for word, text in part.mask.words().items()}
+        return {**found, "union": f"{len(self.parts)} structures"}
+
+    def rules(self) -> list[str]:
+        """The rules in words for people."""
+        return [" | ".join(f"({', '.join(part.mask.rules())})" for part in self.parts)]
+
+    def narrowed(self, sides: Sides) -> UnionMask | None:
+        """Each part under a window too."""
+        masks = [part.mask.narrowed(sides) for part in self.parts]
+        found = [mask for mask in masks if mask is not None]
+        return self._of(found) if len(found) == len(masks) else None
+
+    def in_positions(self, q_len: int, kv_len: int, device: torch.device | None) -> UnionMask:
+        """The same with the positions of queries and keys as tensors."""
+        return self._of([part.mask.in_positions(q_len, kv_len, device) for part in self.parts])
+
+    @property
+    def placed(self) -> bool:
+        """Whether every part says itself where its queries and keys stand."""
+        return all(part.mask.placed for part in self.parts)
+
+    def places(self) -> tuple[Tensor | None, Tensor | None]:
+        """The positions of queries and keys where all parts have the same ones."""
+        (q, k), *others = (part.mask.places() for part in self.parts)
+        return (q, k) if all(other[0] is q and other[1] is k for other in others) else (None, None)
+
+    def token_positions(self, q_len: int, kv_len: int) -> Tensor:
+        """``Int[B|1, Q]``, the one answer of all parts."""
+        return agreed([part.mask.token_positions(q_len, kv_len) for part in self.parts])
+
+    def _of(self, masks: Sequence[StructuredMask]) -> UnionMask:
+        """The union of other masks with the active queries of these parts."""
+        return UnionMask(tuple(part._replace(mask=mask) for part, mask in zip(self.parts, masks, strict=True)))
 
     def rows(self, q_len: int, kv_len: int, start: int, stop: int, device: torch.device | None) -> Tensor:
-        """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, stop - start, K]``."""
+        """Rows ``start .. stop - 1`` of the dense mask: Bool, broadcastable to ``[B, 1, stop - start, K]``."""
         seen = []
         for mask, active in self.parts:
             rows = mask.rows(q_len, kv_len, start, stop, device)
-            seen.append(rows if active is None else rows & active[:, start:stop, None])
+            seen.append(rows if active is None else rows & active[:, None, start:stop, None])
         return functools.reduce(operator.or_, seen)
 
     def mod(self, q_len: int, kv_len: int) -> MaskMod:

@@ -1,8 +1,8 @@
 """The descriptions of visibility behind one set of functions.
 
 A visibility is a ``Bool[B|1, H|1, Q, K]`` tensor, a ``mask_mod`` with FlexAttention's signature, or a
-:class:`Structure`: a :class:`StructuredMask` or a union of several. Parts and
-intersections of a ``mask_mod`` are ``mask_mod`` objects of our own, so that they can be moved and pickled.
+:class:`Structure`, such as a :class:`StructuredMask` or a union of several. Parts and intersections of a ``mask_mod``
+are ``mask_mod`` objects of our own, so that they can be moved and pickled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from polyattn._errors import LayoutError
 from polyattn._layout.checks import Index
 from polyattn._layout.indexing import pick, take
-from polyattn._layout.structured import MaskMod, Structure
+from polyattn._layout.structure import MaskMod, Structure
 
 Visibility = Tensor | MaskMod | Structure
 
@@ -154,7 +154,7 @@ def dense_rows(
     if isinstance(visibility, Tensor):
         return visibility[:, :, start:stop]
     if isinstance(visibility, Structure):
-        return visibility.rows(q_len, kv_len, start, stop, device or torch.device("cpu")).unsqueeze(1)
+        return visibility.rows(q_len, kv_len, start, stop, device or torch.device("cpu"))
     device = device or _home(visibility)
     if isinstance(visibility, JoinedMod):
         left, right = (dense_rows(part, sizes, start, stop, device) for part in (visibility.left, visibility.right))

@@ -15,7 +15,7 @@ ABILITIES = frozenset(
     (
         *("float64", "float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm"),
         *("chunked", "tree", "sink_tokens", "two_sided_window", "union", "positions", "dense", "mask_mod"),
-        *("per_head_mask", "active_queries", "gqa", "unequal_width", "kv_lengths"),
+        *("per_head_mask", "active_queries", "gqa", "unequal_width", "kv_lengths", "selected"),
         *("bias", "bias_grad", "softcap", "sinks", "lse", "lse_grad", "grad", "dropout", "deterministic"),
         "second_order",
     )

@@ -18,6 +18,7 @@ COMPILED_CPU = frozenset(
         *("float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm", "chunked"),
         *("tree", "sink_tokens", "two_sided_window", "union", "positions", "dense", "mask_mod", "per_head_mask"),
         "kv_lengths",
+        "selected",
         *("active_queries", "gqa", "unequal_width", "bias", "softcap", "deterministic"),
     )
 )

@@ -38,7 +38,7 @@ ABILITIES = frozenset(
     (
         *("float64", "float32", "bfloat16", "float16", "full", "causal", "window", "padded", "packed", "prefix_lm"),
         *("chunked", "positions", "dense", "mask_mod", "per_head_mask", "active_queries", "gqa", "unequal_width"),
-        *("two_sided_window", "sink_tokens", "tree", "union", "kv_lengths"),
+        *("two_sided_window", "sink_tokens", "tree", "union", "kv_lengths", "selected"),
         *("bias", "bias_grad", "sinks", "lse", "lse_grad", "grad", "dropout", "deterministic"),
     )
 )
