@@ -64,7 +64,12 @@ class TestModel:
 
     @pytest.mark.parametrize(
         ("backend", "options", "cache"),
-        [("eager", {}, None), ("sdpa", {}, None), ("sdpa", {}, "static"), ("flex_attention", {}, "static")],
+        [
+            pytest.param("eager", {}, None, marks=pytest.mark.nightly),
+            ("sdpa", {}, None),
+            pytest.param("sdpa", {}, "static", marks=pytest.mark.nightly),
+            pytest.param("flex_attention", {}, "static", marks=pytest.mark.nightly),
+        ],
     )
     def test_generation_is_equal_token_for_token_and_perplexity_to_four_places(
         self, model, tokenizer, expected, backend, options, cache
@@ -75,7 +80,9 @@ class TestModel:
         assert len(got.tokens) > 5
         assert got.perplexity == pytest.approx(expected.perplexity, abs=1e-4)
 
-    @pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention"])
+    @pytest.mark.parametrize(
+        "backend", ["sdpa", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("eager", "flex_attention"))]
+    )
     def test_packed_documents_give_the_logits_that_each_has_alone(self, model, tokenizer, backend):
         polyattn_transformers.use(model, backend)
         first, second = itertools.islice(text.documents(tokenizer, seed=0), 2)

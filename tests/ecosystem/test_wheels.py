@@ -70,6 +70,10 @@ def installed(request, wheels, environment):
     checked(*pip, "uninstall", "--quiet", "--yes", "polyattn", DISTRIBUTIONS[name])
 
 
+#: What core says is the same with any backend.
+about_core = pytest.mark.parametrize("installed", ["sdpa"], indirect=True)
+
+
 def test_core_needs_torch_and_what_finds_plugins(wheels):
     (wheel,) = wheels.glob("polyattn-*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -104,6 +108,7 @@ def test_only_the_installed_backend_is_listed(environment, installed):
     assert json.loads(checked(environment / "python", "-c", TORCH_ONLY + code)) == [[installed], []]
 
 
+@about_core
 @pytest.mark.parametrize(
     ("wanted", "dist"),
     [
@@ -118,6 +123,7 @@ def test_a_name_of_a_distribution_that_is_missing_says_how_to_install_it(environ
     assert f"is part of the distribution {dist}, which is not installed; `pip install {dist}` brings it" in done.stderr
 
 
+@about_core
 def test_tools_that_walk_the_names_see_those_of_the_distributions_that_are_there(environment, installed):
     code = """
 import inspect, pydoc, polyattn, polyattn.testing
@@ -131,6 +137,7 @@ assert not hasattr(polyattn.testing, "__path__")
     assert done.returncode == 0, done.stderr
 
 
+@about_core
 def test_the_command_line_and_the_readers_say_how_to_install_them(environment, installed):
     done = run(environment / "python", "-m", "polyattn", "list")
     assert "`pip install polyattn-cli` brings it" in done.stderr

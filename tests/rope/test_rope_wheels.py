@@ -65,7 +65,9 @@ def environment(tmp_path_factory):
     return binaries / "python", core
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [name if name == "yarn" else pytest.param(name, marks=pytest.mark.nightly) for name in VARIANTS]
+)
 def test_core_and_one_variant_are_enough(environment, tmp_path, variant):
     python, core = environment
     site = unpacked(ROOT / "plugins" / "rope" / variant, tmp_path)
