@@ -24,6 +24,7 @@ def test_a_wrong_backend_is_caught(mutant):
     assert all(outcome.detail for outcome in outcomes)
 
 
+@pytest.mark.nightly
 def test_the_backend_that_the_mutants_are_made_from_is_right():
     checks = {check for mutant in mutants.MUTANTS for check in mutant.caught_by}
     failed = [

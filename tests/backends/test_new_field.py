@@ -88,6 +88,7 @@ def test_the_words_that_layouts_use_and_the_listed_features_are_the_same():
     assert masks[1].given() == WORDS.keys() - {"kv_positions"}
     layouts = [MaskLayout(4, 4, visibility=mask, active_queries=active) for mask in masks]
     layouts += [layouts[0] | layouts[1], MaskLayout.cached(torch.tensor([4]), 4, 4)]
+    layouts += [MaskLayout.selected(torch.zeros(1, 1, 4, 1, dtype=torch.int64), 4)]
     layouts += [MaskLayout.dense(active.expand(1, 2, 4, 4)), MaskLayout.from_mod(_all, q_len=4, kv_len=4)]
     request = AttentionRequest(
         batch=1, heads=4, kv_heads=2, head_dim=8, v_head_dim=4, dtype=torch.float32, device=torch.device("cpu"),

@@ -70,10 +70,9 @@ def test_random_layouts_equal_plain_attention(side, count):
     assert several > count / 8
 
 
-@pytest.mark.parametrize("length", [150, 300])
-def test_flex_attention_finds_the_tiles_of_several_runs(length):
-    layout = MaskLayout.causal(length, window=20, sink_tokens=3)
-    q = torch.randn(1, 2, length, 16)
+def test_flex_attention_finds_the_tiles_of_several_runs():
+    layout = MaskLayout.causal(300, window=20, sink_tokens=3)
+    q = torch.randn(1, 2, 300, 16)
     with torch.no_grad():
         found = attention(q, q, q, layout, backend="flex_attention").output
         want = attention(q, q, q, layout, backend="eager").output

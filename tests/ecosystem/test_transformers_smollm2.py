@@ -62,14 +62,10 @@ def expected(loaded):
 class TestModel:
     pytestmark = needs_model
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("backend", "options", "cache"),
-        [
-            pytest.param("eager", {}, None, marks=pytest.mark.nightly),
-            ("sdpa", {}, None),
-            pytest.param("sdpa", {}, "static", marks=pytest.mark.nightly),
-            pytest.param("flex_attention", {}, "static", marks=pytest.mark.nightly),
-        ],
+        [("eager", {}, None), ("sdpa", {}, None), ("sdpa", {}, "static"), ("flex_attention", {}, "static")],
     )
     def test_generation_is_equal_token_for_token_and_perplexity_to_four_places(
         self, model, tokenizer, expected, backend, options, cache

@@ -81,6 +81,13 @@ def _draft_steps(length: int, steps: int) -> MaskLayout:
     return layout
 
 
+def _listed(heads: int, q_len: int, count: int, most: int) -> Tensor:
+    """Keys below ``most`` of each query, the first one always, some twice, gaps: ``Int[1, heads, q_len, count]``."""
+    listed = torch.randint(-1, most, (1, heads, q_len, count), generator=torch.Generator().manual_seed(most))
+    listed[..., 0] = 0
+    return listed
+
+
 def _in_part(length: int) -> MaskLayout:
     """A window, and for every third query all keys: of the second part most rows see nothing."""
     third = torch.arange(length) % 3 == 1
@@ -130,6 +137,9 @@ ORDINARY: dict[str, Callable[[], MaskLayout]] = {
     "union_apart": lambda: _draft_steps(5, 3),
     "union_in_part": lambda: _in_part(9),
     "positions": _decoded_positions,
+    "selected": lambda: MaskLayout.selected(_listed(1, 6, 3, 9), 9),
+    "selected_heads": lambda: MaskLayout.selected(_listed(4, 7, 3, 7), 7, causal=True),
+    "selected_blocks": lambda: MaskLayout.selected(_listed(1, 5, 2, 3), 8, block=3),
     "dense": lambda: MaskLayout.dense(_random(6, 8)),
     "dense_rows": lambda: MaskLayout.dense(_random(2, 1, 6, 6)),
     "dense_heads": lambda: MaskLayout.dense(_random(1, 4, 5, 6)),
@@ -161,6 +171,7 @@ WITH_DEAD: dict[str, Callable[[], MaskLayout]] = {
         _bools("1111000", "1111110"), active_queries=_bools("1111000", "1111110")
     ),
     "inactive_packed": lambda: MaskLayout.packed([3, 4], active_queries=_bools("1110110")),
+    "selected_none": lambda: MaskLayout.selected(_listed(1, 6, 3, 9).masked_fill(torch.arange(6)[:, None] == 2, -1), 9),
     "tree_some_keys": lambda: MaskLayout.tree(PARENTS, LENGTHS).select_keys([1, 4, 6, 8, 12]),
     "inactive_union": lambda: (
         MaskLayout.causal(7, window=2, active_queries=_bools("1100101"))

@@ -121,6 +121,8 @@ class Draw:
             if "union" in can:
                 part = functools.partial(self._structured, rows, q_len, kv_len)
                 kinds += [lambda: part(active) | part(None)]
+            if "selected" in can:
+                kinds += [lambda: self._selected((rows, per_head, q_len), kv_len, active)]
             if "dense" in can:
                 kinds += [lambda: MaskLayout.dense(self._bools(mask), active_queries=active)]
             if "mask_mod" in can:
@@ -198,6 +200,13 @@ class Draw:
         first_query, first_key = random.randint(0, length - q_len), random.randint(0, length - kv_len)
         part = tree.select_queries(slice(first_query, first_query + q_len))
         return part.select_keys(slice(first_key, first_key + kv_len))
+
+    def _selected(self, shape: tuple[int, ...], kv_len: int, active: Tensor | None) -> MaskLayout:
+        """Keys that are listed for each query, or blocks of keys, some twice and some none."""
+        block = self.random.choice((1, 1, 2, 5))
+        listed = self._integers((*shape, self.random.randint(0, 6)), -(-kv_len // block)) - 1
+        causal = "causal" in self.features and self.random.random() < 1 / 2
+        return MaskLayout.selected(listed, kv_len, block=block, causal=causal, active_queries=active)
 
     def _part(self, rows: int, q_len: int, kv_len: int) -> MaskLayout:
         """Some queries and some keys of longer packed documents, as a rank of a sequence-parallel group has them."""
