@@ -38,11 +38,13 @@ def test_random_calls_are_right_or_refused_properly(backend):
     check(backend, calls())
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
 def test_random_calls_of_uncompiled_flex_are_right_or_refused_properly():
     check(backends.resolve("flex_attention", {"compiled": False}), calls())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("provider", ["flash_attn", "torch_varlen"])
 def test_random_calls_of_fa_on_a_stand_in_are_right_or_refused_properly(provider):
     with stand_in(provider):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from polyattn.testing import BackendConformance
 from polyattn_flex import FlexBackend
+from quick_kit import QuickConformance
 
 
 @pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
-class TestFlexUncompiled(BackendConformance):
+class TestFlexUncompiled(QuickConformance):
     backend = FlexBackend().configure({"compiled": False})
     device = "cpu"

@@ -55,9 +55,9 @@ def test_the_backend_passes_the_kit_on_the_command_line(target, run_python, only
     assert counts["pass"] > least
 
 
-@pytest.mark.parametrize(("dist", "only"), [("polyattn-my-backend", "ability"), ("polyattn-rope-my-rope", "")])
-def test_the_generated_tests_pass(dist, only, workshop, target, run_python):
-    tests = [workshop / dist, "-c", workshop / dist / "pyproject.toml", "-q", "-p", "no:cacheprovider", "-k", only]
+def test_the_generated_tests_pass(workshop, target, run_python):
+    dist = "polyattn-rope-my-rope"  # those of the backend run in an environment of their own, below
+    tests = [workshop / dist, "-c", workshop / dist / "pyproject.toml", "-q", "-p", "no:cacheprovider"]
     assert " passed" in run_python(["-m", "pytest", *tests], path=[target], timeout=120).stdout
 
 

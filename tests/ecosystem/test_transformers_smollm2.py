@@ -60,9 +60,8 @@ def expected(loaded):
 
 
 class TestModel:
-    pytestmark = needs_model
+    pytestmark = [*needs_model, pytest.mark.nightly]
 
-    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("backend", "options", "cache"),
         [("eager", {}, None), ("sdpa", {}, None), ("sdpa", {}, "static"), ("flex_attention", {}, "static")],
@@ -76,9 +75,7 @@ class TestModel:
         assert len(got.tokens) > 5
         assert got.perplexity == pytest.approx(expected.perplexity, abs=1e-4)
 
-    @pytest.mark.parametrize(
-        "backend", ["sdpa", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("eager", "flex_attention"))]
-    )
+    @pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention"])
     def test_packed_documents_give_the_logits_that_each_has_alone(self, model, tokenizer, backend):
         polyattn_transformers.use(model, backend)
         first, second = itertools.islice(text.documents(tokenizer, seed=0), 2)
@@ -91,7 +88,6 @@ class TestModel:
         }
         assert max(leaks.values()) <= 1e-4
 
-    @pytest.mark.nightly
     def test_ten_steps_of_fine_tuning_learn_and_agree_with_transformers_eager(self, loaded):
         model, tokenizer = loaded
         config = FinetuneConfig.read(CONFIG)

@@ -60,7 +60,12 @@ def environment(tmp_path_factory):
     return bare_environment(tmp_path_factory.mktemp("environment"))
 
 
-@pytest.fixture(scope="module", params=DISTRIBUTIONS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in ("sdpa", "fa") else pytest.param(name, marks=pytest.mark.nightly) for name in DISTRIBUTIONS
+    ],
+)
 def installed(request, wheels, environment):
     """The name of the only backend that is there: its wheel and whatever that declares, core among it."""
     name = request.param

@@ -108,4 +108,5 @@ def _at(value: Tensor, *index: Tensor) -> Tensor:
     places = [i * 0 if size == 1 else i for size, i in zip(value.shape, index, strict=True)]
     if value.requires_grad or torch.compiler.is_compiling():
         return value[tuple(places)]
-    return torch.ops.aten.index(value, places)  # without the function that differentiates it, which takes longer
+    found: Tensor = torch.ops.aten.index(value, places)  # without the function that differentiates it, which is slow
+    return found
