@@ -45,6 +45,8 @@ _MODULES = {
         "AttentionSpec",
         "GroupedQueryAttention",
         "KVCache",
+        "LatentAttention",
+        "LatentSpec",
         "PackedTree",
         "QKNorm",
         "check_servable",

@@ -41,6 +41,8 @@ from polyattn_modules import AttentionConfig as AttentionConfig
 from polyattn_modules import AttentionSpec as AttentionSpec
 from polyattn_modules import GroupedQueryAttention as GroupedQueryAttention
 from polyattn_modules import KVCache as KVCache
+from polyattn_modules import LatentAttention as LatentAttention
+from polyattn_modules import LatentSpec as LatentSpec
 from polyattn_modules import PackedTree as PackedTree
 from polyattn_modules import QKNorm as QKNorm
 from polyattn_modules import check_servable as check_servable

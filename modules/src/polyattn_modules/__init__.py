@@ -4,6 +4,8 @@ from polyattn_modules.cache import KVCache
 from polyattn_modules.config import AttentionConfig
 from polyattn_modules.fields import QKNorm
 from polyattn_modules.gqa import GroupedQueryAttention
+from polyattn_modules.latent import LatentAttention
+from polyattn_modules.latent_spec import LatentSpec
 from polyattn_modules.norm import RMSNorm
 from polyattn_modules.serving import check_servable
 from polyattn_modules.spec import AttentionSpec
@@ -15,6 +17,8 @@ __all__ = [
     "AttentionSpec",
     "GroupedQueryAttention",
     "KVCache",
+    "LatentAttention",
+    "LatentSpec",
     "NextTokens",
     "PackedTree",
     "QKNorm",

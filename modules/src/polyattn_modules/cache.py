@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polyattn import AttentionInputError, ConfigError, MaskLayout
 from polyattn.messages import shown
+from polyattn_modules.latent_spec import LatentSpec
 from polyattn_modules.spec import AttentionSpec
 
 Kind = Literal["static", "sliding", "growing"]
@@ -36,7 +37,7 @@ class KVCache:
     It is for inference; ``past=`` of a layer takes keys that need gradients.
 
     Args:
-        spec: of the layer.
+        spec: of the layer. Of one with latents, the cache holds latents and rotated keys, ``Hkv`` being 1.
         batch: rows B.
         capacity: slots. Needed by a static cache; where a growing one begins; a sliding one derives it,
             ``window - 1 + max(max_new, max_rollback)``: fewer would be overwritten while they are still seen.
@@ -55,7 +56,7 @@ class KVCache:
 
     def __init__(
         self,
-        spec: AttentionSpec,
+        spec: AttentionSpec | LatentSpec,
         batch: int,
         capacity: int | None = None,
         *,
@@ -66,6 +67,8 @@ class KVCache:
         max_rollback: int = 0,
         _rows: _Rows | None = None,
     ) -> None:
+        self._latent = isinstance(spec, LatentSpec)
+        spec = spec.absorbed if isinstance(spec, LatentSpec) else spec
         _check_making(spec, batch, capacity, kind, max_new, max_rollback)
         if kind == "sliding":
             reach = _reach(spec)
@@ -80,7 +83,9 @@ class KVCache:
             # A row for each slot of each head: a graph writes such a tensor in place by one index.
             count = batch * spec.num_kv_heads * slots
             self.slots_of_keys = torch.zeros(count, spec.head_dim, device=device, dtype=dtype)
-            self.slots_of_values = torch.zeros(count, spec.v_head_dim, device=device, dtype=dtype)
+            # The values of a latent layer are the first channels of its keys, held once.
+            width = 0 if self._latent else spec.v_head_dim
+            self.slots_of_values = torch.zeros(count, width, device=device, dtype=dtype)
         self.capacity = slots
         self._rows = _Rows(batch, self.slots_of_keys.device) if _rows is None else _rows
         self._place = self._rows.join(self)
@@ -88,7 +93,7 @@ class KVCache:
     @classmethod
     def for_layers(
         cls,
-        specs: Sequence[AttentionSpec],
+        specs: Sequence[AttentionSpec | LatentSpec],
         batch: int,
         capacity: int | None = None,
         *,
@@ -112,7 +117,7 @@ class KVCache:
         rows = _Rows(batch, torch.empty(0, device=device).device)
         caches = []
         for spec in specs:
-            slides = kind == "sliding" and isinstance(spec, AttentionSpec) and _reach(spec) is not None
+            slides = kind == "sliding" and isinstance(spec, (AttentionSpec, LatentSpec)) and _reach(spec) is not None
             own: Kind = "static" if kind == "sliding" and not slides else kind
             slots = None if slides else capacity
             caches.append(cls(spec, batch, slots, device=device, kind=own, _rows=rows, **rest))
@@ -126,7 +131,14 @@ class KVCache:
     @property
     def values(self) -> Tensor:
         """``[B, Hkv, capacity, Dv]``."""
+        if self._latent:
+            return self.keys[..., : self.spec.v_head_dim]
         return self.slots_of_values.view(self._rows.batch, self.spec.num_kv_heads, self.capacity, self.spec.v_head_dim)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The tensors that hold keys and values, each once."""
+        return (self.keys,) if self._latent else (self.keys, self.values)
 
     @property
     def lengths(self) -> Tensor:
@@ -287,7 +299,8 @@ class KVCache:
     def _write(self, at: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values ``[B, Hkv, N, width]``, in this order, where ``at`` says."""
         self.slots_of_keys.index_copy_(0, at, keys.reshape(-1, keys.shape[3]))
-        self.slots_of_values.index_copy_(0, at, values.reshape(-1, values.shape[3]))
+        if not self._latent:
+            self.slots_of_values.index_copy_(0, at, values.reshape(-1, values.shape[3]))
 
     def _room(self, count: int) -> int:
         """The number of slots that ``count`` more tokens need."""
@@ -307,10 +320,9 @@ class KVCache:
         more = capacity - self.capacity
         if self.kind == "growing" and more > 0:
             with torch.inference_mode(False):
-                wide = [
-                    torch.cat([x, x.new_zeros(*x.shape[:2], more, x.shape[3])], 2) for x in (self.keys, self.values)
-                ]
-            self.slots_of_keys, self.slots_of_values = (x.flatten(0, 2) for x in wide)
+                wide = [torch.cat([x, x.new_zeros(*x.shape[:2], more, x.shape[3])], 2) for x in self.stored]
+            self.slots_of_keys = wide[0].flatten(0, 2)
+            self.slots_of_values = self.slots_of_keys[:, :0] if self._latent else wide[1].flatten(0, 2)
             self.capacity = capacity
 
     def _check(self, keys: Tensor, values: Tensor, sizes: tuple[int, int]) -> None:
@@ -403,14 +415,14 @@ class _Rows:
         if not isinstance(index, Tensor) or index.shape != (self.batch,) or index.is_floating_point():
             raise AttentionInputError(f"index must be Int[{self.batch}], a row for each row, got {shown(index)}")
         for cache in self._caches:
-            for x in (cache.keys, cache.values):
+            for x in cache.stored:
                 x.copy_(x.index_select(0, index))
         self.lengths.copy_(self.lengths.index_select(0, index))
         self.furthest.copy_(self.furthest.index_select(0, index))
         self._begin()
 
     def reset(self) -> None:
-        for x in (self.lengths, self.furthest, *(x for cache in self._caches for x in (cache.keys, cache.values))):
+        for x in (self.lengths, self.furthest, *(x for cache in self._caches for x in cache.stored)):
             x.zero_()
         self.most, self.rope_length = 0, None
         self._begin()
@@ -443,7 +455,7 @@ def _require(holds: Tensor, text: str) -> None:
         torch._assert_async(holds.all(), text)  # noqa: SLF001 - torch names it so
 
 
-def _reach(spec: AttentionSpec) -> int | None:
+def _reach(spec: AttentionSpec | LatentSpec) -> int | None:
     """How many positions before its own a query sees; ``None`` where its window does not bound them."""
     window = spec.window
     return window[0] if isinstance(window, tuple) else None if window is None else window - 1

@@ -151,7 +151,22 @@ SIZES = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim")
 
 def problem_of(name: str, value: object) -> str:
     """What is wrong with the value of a field by itself; empty when nothing is."""
-    rule = FIELDS[name].metadata
+    return _problem(FIELDS[name], value)
+
+
+def faults_of(holder: Any) -> dict[str, str]:
+    """What is wrong with each field of a dataclass that is made of such fields; those that are right are left out."""
+    found = {x.name: _problem(x, getattr(holder, x.name)) for x in dataclasses.fields(holder)}
+    return {name: problem for name, problem in found.items() if problem}
+
+
+def like(name: str, **rest: Any) -> Any:
+    """A field of another dataclass that must be what the field ``name`` must be."""
+    return dataclasses.field(metadata=FIELDS[name].metadata, **rest)
+
+
+def _problem(field: dataclasses.Field[Any], value: object) -> str:
+    rule = field.metadata
     return "" if rule["holds"](value) else f"must be {rule['need']}, got {given(value)}"
 
 

@@ -19,15 +19,15 @@ from polyattn import (
     RopeSpec,
     RotaryEmbedding,
     RotaryTables,
-    UnsupportedAttentionError,
     apply_rotary,
 )
 from polyattn.registry import AUTO, readers
 from polyattn.rope import rotate_channels, rotate_heads
 from polyattn.select import resolve_backend
+from polyattn_modules.base_layer import AttentionLayer
 from polyattn_modules.cache import KVCache
 from polyattn_modules.fields import FIELDS, QKNorm, structure_of
-from polyattn_modules.inputs import check_attribute, check_dtype, check_making, check_part, check_projected
+from polyattn_modules.inputs import check_dtype, check_making, check_projected
 from polyattn_modules.kind import LayerKind
 from polyattn_modules.norm import RMSNorm
 from polyattn_modules.projections import keys_and_values, load_either_form, queries
@@ -37,7 +37,7 @@ from polyattn_modules.sources import NOTHING, KeySource, Pair
 from polyattn_modules.spec import AttentionSpec
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(AttentionLayer):
     """Multi-head, grouped-query or multi-query attention on any backend.
 
     Args:
@@ -114,16 +114,6 @@ class GroupedQueryAttention(nn.Module):
         self.register_load_state_dict_pre_hook(load_either_form)  # type: ignore[no-untyped-call]
         self.kind = self._able(kind, placed=device is not None)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse to change the structure, and parts that it knows nothing of: no forward would use them.
-
-        Other names are free, for what a subclass adds.
-        """
-        if "kind" in self.__dict__:
-            check_attribute(name, value)
-            check_part(self.kind.spec, name, value)
-        super().__setattr__(name, value)
-
     @classmethod
     def from_spec(cls, spec: AttentionSpec, **rest: Any) -> GroupedQueryAttention:
         """Build the layer that ``spec`` describes.
@@ -134,30 +124,12 @@ class GroupedQueryAttention(nn.Module):
         """
         return cls(**structure_of(spec), **rest)
 
-    def set_backend(self, backend: str | AttentionBackend, options: Mapping[str, Any] | None = None) -> None:
-        """Use another backend from now on.
-
-        Raises:
-            UnsupportedAttentionError: it cannot do what the layer needs; the old backend stays.
-        """
-        self.kind = self._able(LayerKind(resolve_backend(backend, options), self.spec), placed=False)
-
     @property
     def spec(self) -> AttentionSpec:
         """The structure, which stays; for another one build another layer (:meth:`from_spec`)."""
-        return self.kind.spec
-
-    @property
-    def backend(self) -> AttentionBackend:
-        """The backend; :meth:`set_backend` sets it."""
-        return self.kind.backend
-
-    def reset_parameters(self) -> None:
-        """Draw every parameter afresh: torch's own rule for the projections, one for norm weights, zero for sinks."""
-        for module in self.children():
-            reset = getattr(module, "reset_parameters", None)
-            if callable(reset):
-                reset()
+        spec = self.kind.spec
+        assert isinstance(spec, AttentionSpec)
+        return spec
 
     def load_hf_weights(
         self, state: Mapping[str, Tensor], config: Any, *, layer: int, convention: str = "serving"
@@ -315,19 +287,6 @@ class GroupedQueryAttention(nn.Module):
         if rotary is not None and positions is not None:
             tables = rotary(positions) if scope is None else scope.rotary(rotary, positions)
         return self._project_keys(hidden, tables)
-
-    def extra_repr(self) -> str:
-        """Backend and window, for ``print(model)``."""
-        return f"backend={self.backend.name!r}, window={self.spec.window}"
-
-    def _able(self, kind: LayerKind, *, placed: bool) -> LayerKind:
-        """``kind``, if its backend can do it; ``placed``: the parameters stay on the device they are on."""
-        weight = self.o_proj.weight
-        here = placed or weight.device.type not in {"cpu", "meta"}
-        reasons = kind.refusals(weight.dtype, weight.device if here else None)
-        if reasons:
-            raise UnsupportedAttentionError(kind.backend.name, reasons)
-        return kind
 
     def _project_keys(self, hidden: Tensor, tables: RotaryTables | None) -> Pair:
         """Keys and values ``[B, G, S, width]`` of hidden states, without their queries."""

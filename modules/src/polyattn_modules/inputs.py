@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,14 +12,12 @@ from polyattn import AttentionInputError, AttentionScope, ConfigError, MaskLayou
 from polyattn.kernels import FLOATING
 from polyattn.messages import shown
 from polyattn_modules.cache import KVCache
-from polyattn_modules.fields import FIELDS, given
+from polyattn_modules.fields import given
+from polyattn_modules.kind import LayerSpec
 from polyattn_modules.sources import KeySource
-from polyattn_modules.spec import AttentionSpec
 
 #: Submodules of a layer that its structure decides about, and the field that does.
 _PARTS = {"q_norm": "qk_norm", "k_norm": "qk_norm", "rotary": "rope", "sinks": "sinks"}
-#: Attributes that would say something else than the layer does, were they set. ``sinks`` is a submodule as well.
-_FIXED = FIELDS.keys() - {"sinks"}
 
 
 def check_making(fused_qkv: object, device: Any, dtype: object) -> None:
@@ -42,28 +41,28 @@ def check_making(fused_qkv: object, device: Any, dtype: object) -> None:
         raise ConfigError("; ".join(problems))
 
 
-def check_attribute(name: str, value: object) -> None:
-    """Refuse to set what was decided when the layer was built.
+def check_attribute(layer: str, spec: type[Any], name: str, value: object) -> None:
+    """Refuse to set what was decided when a ``layer`` of this kind of ``spec`` was built.
 
     Raises:
         ConfigError: ``name`` is a field of the structure, or follows from how the layer was made.
     """
-    if name in _FIXED:
+    fields = {field.name for field in dataclasses.fields(spec)}
+    if name in fields and name != "sinks":  # a submodule has this name as well
         raise ConfigError(
             f"{name} of a layer stays as it was built, got {given(value)}; build another layer, "
-            f"GroupedQueryAttention.from_spec(dataclasses.replace(layer.spec, {name}=...))"
+            f"{layer}.from_spec(dataclasses.replace(layer.spec, {name}=...))"
         )
     if name == "spec":
         raise ConfigError(
-            f"spec of a layer stays as it was built, got {given(value)}; build another layer, "
-            "GroupedQueryAttention.from_spec(spec)"
+            f"spec of a layer stays as it was built, got {given(value)}; build another layer, {layer}.from_spec(spec)"
         )
     if name == "backend":
         raise ConfigError(f"backend cannot be set as an attribute, got {given(value)}; use layer.set_backend(...)")
     if name == "fused_qkv":
         raise ConfigError(
             f"fused_qkv of a layer stays as it was built, got {given(value)}; build another layer, "
-            "GroupedQueryAttention.from_spec(layer.spec, fused_qkv=...), which loads a state dict of either form"
+            f"{layer}.from_spec(layer.spec, fused_qkv=...), which loads a state dict of either form"
         )
 
 
@@ -91,7 +90,7 @@ def check_types(scope: AttentionScope, hidden: Tensor, source: KeySource) -> Non
 
 
 def check_inputs(
-    spec: AttentionSpec,
+    spec: LayerSpec,
     scope: AttentionScope,
     hidden: Tensor,
     positions: Tensor | None,
@@ -170,7 +169,7 @@ def check_inputs(
     return layout
 
 
-def check_projected(spec: AttentionSpec, hidden: Tensor, positions: Tensor | None) -> None:
+def check_projected(spec: LayerSpec, hidden: Tensor, positions: Tensor | None) -> None:
     """Refuse hidden states and positions that keys and values cannot be made of.
 
     Raises:
@@ -186,7 +185,7 @@ def check_projected(spec: AttentionSpec, hidden: Tensor, positions: Tensor | Non
         raise AttentionInputError("; ".join(problems))
 
 
-def _of_hidden(spec: AttentionSpec, name: str, x: Tensor) -> list[str]:
+def _of_hidden(spec: LayerSpec, name: str, x: Tensor) -> list[str]:
     width = spec.hidden_size if spec.input_size is None else spec.input_size
     if x.dim() == 3 and x.shape[2] == width and x.dtype in FLOATING:
         return []
@@ -194,7 +193,7 @@ def _of_hidden(spec: AttentionSpec, name: str, x: Tensor) -> list[str]:
 
 
 def _of_cache(
-    spec: AttentionSpec,
+    spec: LayerSpec,
     scope: AttentionScope,
     hidden: Tensor,
     positions: Tensor | None,
@@ -232,7 +231,7 @@ def _of_cache(
     return own
 
 
-def check_part(spec: AttentionSpec, name: str, part: object) -> None:
+def check_part(spec: LayerSpec, name: str, part: object) -> None:
     """Refuse a submodule that the structure knows nothing of and that would stay unused.
 
     Args:

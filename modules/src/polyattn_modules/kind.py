@@ -8,7 +8,10 @@ import torch
 
 from polyattn import AttentionBackend, AttentionRequest, MaskLayout, Reason
 from polyattn.select import refusals
+from polyattn_modules.latent_spec import LatentSpec
 from polyattn_modules.spec import AttentionSpec
+
+LayerSpec = AttentionSpec | LatentSpec
 
 #: Features that a layer uses in every forward, or in every training step.
 _CERTAIN = frozenset({"gqa", "unequal_width", "softcap", "sinks", "window", "dropout"})
@@ -25,7 +28,7 @@ class LayerKind:
         name: equal for layers of one backend object and equal structures; compared in every forward, so a string.
     """
 
-    def __init__(self, backend: AttentionBackend, spec: AttentionSpec) -> None:
+    def __init__(self, backend: AttentionBackend, spec: LayerSpec) -> None:
         self.backend = backend
         self.spec = spec
         norm = spec.qk_norm

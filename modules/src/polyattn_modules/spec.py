@@ -9,11 +9,16 @@ from typing import Any, ClassVar
 from polyattn import ConfigError, RopeSpec
 from polyattn.messages import shown
 from polyattn.registry import readers
-from polyattn_modules.fields import FIELDS, QKNorm, Structure, exact_fields, problem_of, structure_of, written_window
-
-
-def _required(name: str) -> Any:
-    return dataclasses.field(metadata=FIELDS[name].metadata)
+from polyattn_modules.fields import (
+    QKNorm,
+    Structure,
+    exact_fields,
+    faults_of,
+    like,
+    problem_of,
+    structure_of,
+    written_window,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,16 +33,16 @@ class AttentionSpec(Structure):
         ConfigError: one message with every fault.
     """
 
-    hidden_size: int = _required("hidden_size")
-    num_heads: int = _required("num_heads")
-    num_kv_heads: int = _required("num_kv_heads")
-    head_dim: int = _required("head_dim")
-    v_head_dim: int = _required("v_head_dim")
+    hidden_size: int = like("hidden_size")
+    num_heads: int = like("num_heads")
+    num_kv_heads: int = like("num_kv_heads")
+    head_dim: int = like("head_dim")
+    v_head_dim: int = like("v_head_dim")
 
     SCHEMA_VERSION: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        faults = {name: problem for name in FIELDS if (problem := problem_of(name, getattr(self, name)))}
+        faults = faults_of(self)
         problems = [f"{name} {problem}" for name, problem in faults.items()]
         if not {"num_heads", "num_kv_heads"} & faults.keys() and self.num_heads % self.num_kv_heads:
             problems.append(

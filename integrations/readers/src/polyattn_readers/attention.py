@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -16,10 +16,11 @@ from polyattn import ConfigError, RopeSpec
 from polyattn.messages import is_number, listed, shown
 from polyattn_modules import AttentionSpec, QKNorm
 from polyattn_modules.serving import require_servable
+from polyattn_readers.entries import fault, integer, layer_index, refuse_other, required, text_part, weights_of
 from polyattn_readers.rope_entry import refuse_canonical_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    pass
 
 #: Keys of our canonical form that no transformers configuration of these families has.
 CANONICAL_ONLY = (
@@ -105,23 +106,22 @@ class AttentionReader:
 
 def _read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
     data, family = _read(config)
-    if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
-        raise ConfigError(f"layer must be the index of a layer, an int >= 0, got {shown(layer)}")
-    heads = _int(data, "num_attention_heads")
-    hidden = _int(data, "hidden_size")
+    layer_index(layer)
+    heads = integer(data, "num_attention_heads")
+    hidden = integer(data, "hidden_size")
     head_dim = data.get("head_dim")
     if head_dim is None:
         if not family.head_dim:
-            _fault(data, "'head_dim' is missing, and the default of this class is not hidden_size / heads")
+            fault(data, "'head_dim' is missing, and the default of this class is not hidden_size / heads")
         if hidden % heads:
-            _fault(data, f"'head_dim' is missing and hidden_size / num_attention_heads is {hidden} / {heads}")
+            fault(data, f"'head_dim' is missing and hidden_size / num_attention_heads is {hidden} / {heads}")
         head_dim = hidden // heads
     if "num_key_value_heads" not in data and not family.kv_heads:
-        _fault(data, "'num_key_value_heads' is missing, and the default of this class is not num_attention_heads")
+        fault(data, "'num_key_value_heads' is missing, and the default of this class is not num_attention_heads")
     kv_heads = data.get("num_key_value_heads")
     bias = data.get("attention_bias") if family.biases else False
     if not (bias is None or isinstance(bias, bool)):
-        _fault(data, f"attention_bias must be true or false, got {shown(bias)}")
+        fault(data, f"attention_bias must be true or false, got {shown(bias)}")
     scale, rotates = _specialities(data, layer)
     kind = _layer_type(data, layer, family)
     return AttentionSpec(
@@ -198,7 +198,7 @@ def _write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, A
             if back[name] != want[name]
         ]
         if lost:
-            _fault(data, f"it cannot carry this spec: {'; '.join(lost)} (layer {layer})")
+            fault(data, f"it cannot carry this spec: {'; '.join(lost)} (layer {layer})")
     return data
 
 
@@ -210,18 +210,8 @@ def _check_same(spec: AttentionSpec, config: Any, layer: int, *, convention: str
     """
     want = _read_spec(config, layer, convention=convention)
     ours, theirs = (dataclasses.replace(x, dropout=0.0, scale=_scale(x), layout=None).to_dict() for x in (spec, want))
-    pairs = {name: (ours[name], theirs[name]) for name in ours}
-    for name, (one, other) in list(pairs.items()):
-        if isinstance(one, dict) and isinstance(other, dict):
-            del pairs[name]
-            pairs |= {f"{name}.{key}": (one.get(key), other.get(key)) for key in one | other}
-    differ = [f"{name} {shown(one)} instead of {shown(other)}" for name, (one, other) in pairs.items() if one != other]
-    if differ:
-        raise ConfigError(
-            f"the layer must be as the configuration describes layer {layer}, got {'; '.join(differ)}; build it with "
-            "GroupedQueryAttention.from_spec(AttentionSpec.from_hf(config, layer=...)), give the convention= that it "
-            "was read with, or load weights into another structure with load_state_dict"
-        )
+    build = "GroupedQueryAttention.from_spec(AttentionSpec.from_hf(config, layer=...))"
+    refuse_other(ours, theirs, layer, build)
 
 
 def _scale(spec: AttentionSpec) -> float:
@@ -230,25 +220,17 @@ def _scale(spec: AttentionSpec) -> float:
 
 def _read_weights(state: Mapping[str, Tensor], config: Any, layer: int) -> dict[str, Tensor]:
     data, family = _read(config)
-    inside = f"layers.{layer}.self_attn."
-    found = {name.split(inside, 1)[1]: value for name, value in state.items() if inside in name}
-    if not found:
-        _fault(data, f"the state dict must have keys with '{inside}', got {_some(state)}")
+    found = weights_of(state, data, layer)
     if family.weight_offset:
         for name in ("q_norm.weight", "k_norm.weight"):
             if name in found:
                 found[name] = found[name] + family.weight_offset
-    # Versions before 4.32 saved the frequencies of every layer.
-    return {name: value for name, value in found.items() if name != "rotary_emb.inv_freq"}
+    return found
 
 
 def _read(config: Any) -> tuple[dict[str, Any], _Family]:
     """The dictionary of the text part, and the family of its class."""
-    found = config.to_dict() if hasattr(config, "to_dict") else config
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"config must be a transformers configuration or its dictionary, got {type(config).__name__}")
-    text = found.get("text_config")
-    data = dict(text if isinstance(text, Mapping) else found)
+    data = text_part(config)
     family = _family(data)  # first: other classes may well have such keys
     canonical = [name for name in CANONICAL_ONLY if name in data]
     if canonical:
@@ -277,32 +259,32 @@ def _specialities(data: Mapping[str, Any], layer: int) -> tuple[float | None, bo
     ropes += [entry for rope in ropes for entry in rope.values() if isinstance(entry, Mapping)]
     beta = next((rope["llama_4_scaling_beta"] for rope in ropes if rope.get("llama_4_scaling_beta")), None)
     if beta is not None:
-        _fault(
+        fault(
             data,
             f"llama_4_scaling_beta must be absent or 0, got {shown(beta)}: it scales queries by their position, which "
             "no spec says",
         )
     if data["model_type"] == "gemma3_text":
-        scalar = _required(data, "query_pre_attn_scalar")
+        scalar = required(data, "query_pre_attn_scalar")
         if not is_number(scalar) or scalar <= 0:
-            _fault(data, f"query_pre_attn_scalar must be a positive number, got {shown(scalar)}")
+            fault(data, f"query_pre_attn_scalar must be a positive number, got {shown(scalar)}")
         scale = None if scalar == data.get("head_dim") else float(scalar) ** -0.5
         for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
             if data.get(name):
-                _fault(data, f"{name} must be off, got {shown(data[name])}: what it means differs between readers")
+                fault(data, f"{name} must be off, got {shown(data[name])}: what it means differs between readers")
     elif data["model_type"] == "llama4_text":
         flags = data.get("no_rope_layers") or []
         if not isinstance(flags, (list, tuple)):
-            _fault(data, f"no_rope_layers must be a list of 0 and 1, got {shown(flags)}")
-        interval = None if data.get("no_rope_layer_interval") is None else _int(data, "no_rope_layer_interval")
+            fault(data, f"no_rope_layers must be a list of 0 and 1, got {shown(flags)}")
+        interval = None if data.get("no_rope_layer_interval") is None else integer(data, "no_rope_layer_interval")
         if layer < len(flags):
             rotates = bool(flags[layer])
         elif flags or interval is None:
-            _fault(data, f"no_rope_layers must say whether layer {layer} rotates, got {flags}")
+            fault(data, f"no_rope_layers must say whether layer {layer} rotates, got {flags}")
         else:
             rotates = (layer + 1) % interval != 0
         if not rotates and data.get("attn_temperature_tuning", True):
-            _fault(
+            fault(
                 data,
                 "attn_temperature_tuning must be false, got true: it scales the queries of layers without rope by "
                 "their position, which no spec says",
@@ -314,14 +296,14 @@ def _layer_type(data: Mapping[str, Any], layer: int, family: _Family) -> str:
     types = data.get("layer_types")
     if types is not None:
         if not isinstance(types, (list, tuple)):
-            _fault(data, f"layer_types must be a list of the types of all layers, got {shown(types)}")
+            fault(data, f"layer_types must be a list of the types of all layers, got {shown(types)}")
         if layer >= len(types):
-            _fault(data, f"layer must be one of the {len(types)} of layer_types, got {layer}")
+            fault(data, f"layer must be one of the {len(types)} of layer_types, got {layer}")
         kind = types[layer]
     elif data["model_type"] == "gemma3_text":
-        kind = "sliding_attention" if (layer + 1) % _int(data, "sliding_window_pattern") else "full_attention"
+        kind = "sliding_attention" if (layer + 1) % integer(data, "sliding_window_pattern") else "full_attention"
     elif data["model_type"] == "qwen3" and data.get("use_sliding_window"):
-        kind = "sliding_attention" if layer >= _int(data, "max_window_layers", least=0) else "full_attention"
+        kind = "sliding_attention" if layer >= integer(data, "max_window_layers", least=0) else "full_attention"
     elif data["model_type"] == "llama4_text":
         kind = "full_attention" if data.get("attention_chunk_size", ...) is None else "chunked_attention"
     else:
@@ -329,7 +311,7 @@ def _layer_type(data: Mapping[str, Any], layer: int, family: _Family) -> str:
     known = {"full_attention", *(("sliding_attention",) if family.window == "sliding" else ())}
     if not isinstance(kind, str) or kind not in known:
         hint = f"; {_CHUNK_HINT}" if kind == "chunked_attention" else ""
-        _fault(data, f"layer {layer} must be of type {' or '.join(sorted(known))}, got {shown(kind)}{hint}")
+        fault(data, f"layer {layer} must be of type {' or '.join(sorted(known))}, got {shown(kind)}{hint}")
     return kind
 
 
@@ -341,42 +323,20 @@ def _rope(data: Mapping[str, Any], kind: str, head_dim: int, family: _Family, co
 def _norm(data: Mapping[str, Any], family: _Family, *, rotates: bool) -> QKNorm | None:
     if family.norm is None:
         return None
-    if data["model_type"] == "llama4_text" and not (_required(data, "use_qk_norm") and rotates):
+    if data["model_type"] == "llama4_text" and not (required(data, "use_qk_norm") and rotates):
         return None
     position, scope, weighted = family.norm
-    return QKNorm(position, scope, weighted=weighted, eps=_required(data, "rms_norm_eps"))
+    return QKNorm(position, scope, weighted=weighted, eps=required(data, "rms_norm_eps"))
 
 
 def _window(data: Mapping[str, Any], kind: str, family: _Family) -> int | None:
     if family.window == "none" or (family.window == "sliding" and kind != "sliding_attention"):
         return None
     if "sliding_window" not in data:
-        _fault(data, "'sliding_window' is missing; null means none")
+        fault(data, "'sliding_window' is missing; null means none")
     window: int | None = data["sliding_window"]
     if isinstance(window, (list, tuple)):
-        _fault(data, f"sliding_window must be one int, got {shown(window)}; configurations say no window of two sides")
+        fault(data, f"sliding_window must be one int, got {shown(window)}; configurations say no window of two sides")
     if window is None and family.window == "sliding":
-        _fault(data, "sliding_window must be an int, got None, although the layer is of type 'sliding_attention'")
+        fault(data, "sliding_window must be an int, got None, although the layer is of type 'sliding_attention'")
     return window
-
-
-def _required(data: Mapping[str, Any], name: str) -> Any:
-    if data.get(name) is None:
-        _fault(data, f"'{name}' is missing")
-    return data[name]
-
-
-def _int(data: Mapping[str, Any], name: str, *, least: int = 1) -> int:
-    value = _required(data, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        _fault(data, f"{name} must be an int >= {least}, got {shown(value)}")
-    return value
-
-
-def _some(names: Iterable[str]) -> str:
-    first = sorted(names)[:3]
-    return ", ".join(first) + ", ..." if first else "none"
-
-
-def _fault(data: Mapping[str, Any], text: str) -> NoReturn:
-    raise ConfigError(f"config of model_type {shown(data.get('model_type'))}: {text}")
