@@ -244,6 +244,8 @@ def _read(config: Any) -> tuple[dict[str, Any], _Family]:
 
 def _family(data: Mapping[str, Any]) -> _Family:
     family = _FAMILIES.get(name) if isinstance(name := data.get("model_type"), str) else None
+    if family is None and data.get("kv_lora_rank") is not None:
+        fault(data, "its attention is latent (kv_lora_rank); read it with LatentSpec.from_hf")
     if family is None:
         raise ConfigError(
             f"model_type must be one of {', '.join(_FAMILIES)}, got {shown(data.get('model_type'))}; "
