@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ class LayerKind:
         self.early = norm if norm is not None and norm.position == "before" else None
         self.late = norm if self.early is None else None
         self.name = f"{id(backend)} {spec!r}"
+
+    @functools.cached_property
+    def absorbed(self) -> LayerKind:
+        """The kind of a latent layer that attends to the latents themselves."""
+        assert isinstance(self.spec, LatentSpec)
+        return LayerKind(self.backend, self.spec.absorbed)
 
     def request(self, **call: Any) -> AttentionRequest:
         """The request of a forward; the LSE's gradient is asked for with the LSE wherever gradients are.

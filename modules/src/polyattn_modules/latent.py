@@ -200,7 +200,7 @@ class LatentAttention(AttentionLayer):
                     "kv_b_proj must be a plain nn.Linear for a cache, which attends to latents through its weight, got "
                     f"{type(self.kv_b_proj).__name__}; merge the adapter or quantised layer into the weight first"
                 )
-            kind, source = LayerKind(kind.backend, self.spec.absorbed), KeySource(cache=cache)
+            kind, source = kind.absorbed, KeySource(cache=cache)
         return read_scope(self, kind, scope, hidden, positions, source, bias, return_lse)
 
     def _queries(self, hidden: Tensor) -> Tensor:

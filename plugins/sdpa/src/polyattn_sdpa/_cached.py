@@ -98,7 +98,12 @@ def decode(
     if want_lse:
         output, lse = _kernels.forward(rows, k, v, mask, False, scale)
         return output.reshape(batch, heads, count, v.shape[3]), lse.reshape(batch, heads, count)
-    output = scaled_dot_product_attention(rows, k, v, mask, scale=scale)
+    if width != v.shape[3] and q.dtype in (torch.float32, torch.float64):
+        # No fused kernel takes unequal widths, and the op would write out all keys times the root of the scale.
+        scores = (rows * scale) @ k.mT
+        output = torch.softmax(scores if mask is None else scores + mask, -1) @ v
+    else:
+        output = scaled_dot_product_attention(rows, k, v, mask, scale=scale)
     return output.reshape(batch, heads, count, v.shape[3]), None
 
 
