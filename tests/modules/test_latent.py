@@ -110,19 +110,18 @@ def test_what_a_configuration_may_leave_out_or_turn_on(changes):
     close(got, expected(reference, rotary, hidden(), layout.to_dense()))
 
 
+@pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention"])
+@torch.no_grad()
 def test_documents_windows_and_padding_are_masks_like_everywhere(backend):
     options = {"flex_attention": {"compiled": False}}.get(backend)
     config = config_of("deepseek_v3")
     reference, rotary = theirs(config)
     layout = MaskLayout.causal(LENGTH, active_queries=torch.arange(LENGTH)[None] != 3)
-    with pytest.warns(UserWarning, match="compiled=False") if options else torch.no_grad():
-        layer = ours(config, reference, backend=backend, backend_options=options)
-        layer = LatentAttention.from_spec(
-            dataclasses.replace(layer.spec, window=5), backend=layer.backend, dtype=torch.float64
-        )
-        layer.load_state_dict(reference.state_dict())
-        got = layer(hidden(), AttentionScope(layout), torch.arange(LENGTH)[None])
+    spec = dataclasses.replace(LatentSpec.from_hf(config), window=5)
+    layer = LatentAttention.from_spec(spec, backend=backend, backend_options=options, dtype=torch.float64)
+    layer.load_state_dict(reference.state_dict())
+    got = layer(hidden(), AttentionScope(layout), torch.arange(LENGTH)[None])
     want = expected(reference, rotary, hidden(), MaskLayout.causal(LENGTH, window=5).to_dense())
     live = torch.arange(LENGTH) != 3
     close(got[:, live], want[:, live])
