@@ -13,7 +13,7 @@ WORKSPACE := $(shell sed -n 's/^-e //p' requirements-dev.txt)
 READY := $(VENV)/.workspace
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo model smollm2 test nightly nightly-today nightly-oldest nightly-newest lint format hooks bench gpu-test gpu-bench clean
+.PHONY: help setup demo model smollm2 test nightly nightly-today nightly-oldest nightly-newest trainers lint format hooks bench gpu-test gpu-bench clean
 
 help:
 	@echo "make demo    train the same small model on two backends, compare them, and let it write"
@@ -21,6 +21,7 @@ help:
 	@echo "make model   fetch that model alone (98 MB); without it its tests are skipped"
 	@echo "make test    run every test that takes seconds"
 	@echo "make nightly run the slow tests too, and all tests on the oldest and the newest versions"
+	@echo "make trainers  run other people's trainers on polyattn and compare losses"
 	@echo "make lint    ruff, formatting, types, import contracts"
 	@echo "make format  let ruff mend and format the sources"
 	@echo "make hooks   run every pre-commit hook on all files"
@@ -55,7 +56,8 @@ test: $(READY)
 nightly:
 	@failed=; for part in today oldest newest; do \
 		echo "== $$part"; $(MAKE) nightly-$$part || failed="$$failed $$part"; \
-	done; test -z "$$failed" || { echo "FAILED:$$failed"; exit 1; }
+	done; echo "== trainers"; $(MAKE) trainers || failed="$$failed trainers"; \
+	test -z "$$failed" || { echo "FAILED:$$failed"; exit 1; }
 
 nightly-today:
 	$(MAKE) test PYTEST_ARGS="-m '' $(PYTEST_ARGS)"
@@ -69,6 +71,12 @@ nightly-newest: $(READY)
 	@mkdir -p $(NIGHTLY)
 	@$(BIN)/python tools/bounds.py newest > $(NIGHTLY)/newest.txt
 	PIP_UPGRADE=1 $(MAKE) test VENV=$(NIGHTLY)/newest CONSTRAINTS=$(NIGHTLY)/newest.txt OMIT='$(LINTERS)'
+
+# Other people's trainers, in an environment of their own.
+trainers:
+	$(MAKE) setup VENV=$(VENV)/trainers
+	$(VENV)/trainers/bin/python -m pip --disable-pip-version-check install --quiet --constraint $(CONSTRAINTS) --requirement requirements-trainers.txt
+	OMP_NUM_THREADS=1 $(VENV)/trainers/bin/python -m pytest tests/trainers -m '' -rs $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
