@@ -78,6 +78,113 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": _PLAIN,
         },
     ),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": _PLAIN},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8,
+            "rope_parameters": _PLAIN,
+        },
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 6,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": None,
+            "attn_implementation": "eager",  # transformers' sdpa leaves the softcap out
+            "rope_parameters": _PLAIN,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        {
+            "no_rope_layers": [1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": _PLAIN,
+        },
+    ),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        {
+            "sliding_window": 5,
+            "layer_types": _KINDS,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 10000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": _PLAIN,
+            },
+        },
+    ),
+    "glm4": (
+        "Glm4ForCausalLM",
+        "Glm4Config",
+        {"head_dim": 8, "attention_bias": True, "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5}},
+    ),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        "Cohere2Config",
+        {"sliding_window": 5, "layer_types": _KINDS, "rope_parameters": _PLAIN},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        {"attention_multiplier": 0.3, "rope_parameters": _PLAIN},
+    ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        "Phi3Config",
+        {
+            "sliding_window": 5,
+            "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "exaone4": (
+        "Exaone4ForCausalLM",
+        "Exaone4Config",
+        {"sliding_window": 5, "layer_types": _KINDS, "rope_parameters": _PLAIN},
+    ),
 }
 
 

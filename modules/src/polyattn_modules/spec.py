@@ -117,7 +117,8 @@ class AttentionSpec(Structure):
 
         What a model class decides by itself is resolved by its name: Qwen3 normalises per head, weighted, before the
         rotation; OLMo-2 over the whole projection; Llama-4 without weight, after it, in layers that rotate. Families:
-        ``llama``, ``mistral``, ``qwen3``, ``gemma3_text``, ``olmo2``, ``llama4_text``.
+        ``llama``, ``mistral``, ``qwen2``, ``qwen3``, ``qwen3_moe``, ``gemma2``, ``gemma3_text``, ``olmo2``, ``olmo3``,
+        ``llama4_text``, ``gpt_oss``, ``smollm3``, ``cohere2``, ``exaone4``, ``glm4``, ``granite``, ``phi3``.
 
         Args:
             config: a configuration object or its dictionary (``config.json``), in the style of version 4 or 5. One of a

@@ -38,36 +38,69 @@ class _Family:
     Attributes:
         norm: position, scope and weight of the norm of queries and keys, or ``None``.
         window: which layers have one: none, all, or those of type ``"sliding_attention"``.
-        biases: whether ``attention_bias`` gives all four projections a bias; absent means without.
+        window_flag: whether ``use_sliding_window`` must be true for there to be any.
+        pattern: without ``layer_types``, every layer of this number is full and the others slide; 0: none slides.
+        biases: which projections have one: all four or q, k and v, as ``attention_bias`` says; always q, k and v;
+            or none.
         head_dim: whether a configuration may leave ``head_dim`` out: it is ``hidden_size / num_attention_heads`` then.
         kv_heads: whether it may leave ``num_key_value_heads`` out: there are as many as query heads then.
         weight_offset: what the class adds to the norm's weight before it multiplies.
         rope_by_type: whether each layer type may have a rope of its own.
+        rotates: which layers do: all, those that ``no_rope_layers`` marks with 1, or those with a window.
+        scale: the entry that says the factor of the scores, and the power that it is raised to.
+        softcap: the entry that caps the scores.
+        sinks: whether each head has a sink logit.
     """
 
     norm: tuple[Literal["before", "after"], Literal["head", "projection"], bool] | None = None
     window: Literal["none", "all", "sliding"] = "none"
-    biases: bool = True
+    window_flag: bool = False
+    pattern: int = 0
+    biases: Literal["all", "qkv", "always qkv", "none"] = "all"
     head_dim: bool = True
     kv_heads: bool = True
     weight_offset: float = 0.0
     rope_by_type: bool = False
+    rotates: Literal["all", "no_rope_layers", "sliding"] = "all"
+    scale: tuple[str, float] | None = None
+    softcap: str | None = None
+    sinks: bool = False
 
 
+_BY_HEAD: Any = ("before", "head", True)
 _FAMILIES = {
     "llama": _Family(),
-    "mistral": _Family(window="all", biases=False, kv_heads=False),
-    "qwen3": _Family(norm=("before", "head", True), window="sliding", head_dim=False, kv_heads=False),
+    "mistral": _Family(window="all", biases="none", kv_heads=False),
+    "qwen2": _Family(window="sliding", window_flag=True, biases="always qkv", kv_heads=False),
+    "qwen3": _Family(norm=_BY_HEAD, window="sliding", window_flag=True, head_dim=False, kv_heads=False),
+    "qwen3_moe": _Family(norm=_BY_HEAD, window="all", window_flag=True, kv_heads=False),
+    "gemma2": _Family(
+        window="sliding",
+        pattern=2,
+        head_dim=False,
+        kv_heads=False,
+        scale=("query_pre_attn_scalar", -0.5),
+        softcap="attn_logit_softcapping",
+    ),
     "gemma3_text": _Family(
-        norm=("before", "head", True),
+        norm=_BY_HEAD,
         window="sliding",
         head_dim=False,
         kv_heads=False,
         weight_offset=1.0,
         rope_by_type=True,
+        scale=("query_pre_attn_scalar", -0.5),
     ),
     "olmo2": _Family(norm=("before", "projection", True)),
-    "llama4_text": _Family(norm=("after", "head", False), head_dim=False, kv_heads=False),
+    "olmo3": _Family(norm=("before", "projection", True), window="sliding", pattern=4, rope_by_type=True),
+    "llama4_text": _Family(norm=("after", "head", False), head_dim=False, kv_heads=False, rotates="no_rope_layers"),
+    "gpt_oss": _Family(window="sliding", pattern=2, head_dim=False, kv_heads=False, sinks=True),
+    "smollm3": _Family(window="sliding", window_flag=True, kv_heads=False, rotates="no_rope_layers"),
+    "cohere2": _Family(window="sliding", pattern=4, rotates="sliding"),
+    "exaone4": _Family(norm=_BY_HEAD, window="sliding", pattern=4, biases="none", kv_heads=False, rotates="sliding"),
+    "glm4": _Family(biases="qkv", head_dim=False, kv_heads=False),
+    "granite": _Family(scale=("attention_multiplier", 1.0)),
+    "phi3": _Family(window="all", biases="none"),
 }
 
 
@@ -119,11 +152,10 @@ def _read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
     if "num_key_value_heads" not in data and not family.kv_heads:
         fault(data, "'num_key_value_heads' is missing, and the default of this class is not num_attention_heads")
     kv_heads = data.get("num_key_value_heads")
-    bias = data.get("attention_bias") if family.biases else False
-    if not (bias is None or isinstance(bias, bool)):
-        fault(data, f"attention_bias must be true or false, got {shown(bias)}")
-    scale, rotates = _specialities(data, layer)
+    _refuse_specialities(data)
     kind = _layer_type(data, layer, family)
+    rotates = _rotates(data, layer, kind, family)
+    bias, output_bias = _biases(data, family)
     return AttentionSpec(
         hidden_size=hidden,
         num_heads=heads,
@@ -134,11 +166,11 @@ def _read_spec(config: Any, layer: int, *, convention: str) -> AttentionSpec:
         qk_norm=_norm(data, family, rotates=rotates),
         window=_window(data, kind, family),
         dropout=data.get("attention_dropout") or 0.0,
-        bias=bool(bias),
-        output_bias=bool(bias),
-        softcap=None,
-        sinks=False,
-        scale=scale,
+        bias=bias,
+        output_bias=output_bias,
+        softcap=None if family.softcap is None else data.get(family.softcap),
+        sinks=family.sinks,
+        scale=_read_scale(data, head_dim, family),
         input_size=2 * hidden if convention == "eagle" and layer == 0 and _is_eagle3(data) else None,
     )
 
@@ -170,7 +202,7 @@ def _write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, A
         data |= part
     if family.rope_by_type:
         data["rope_parameters"] = {kind: part["rope_parameters"] for kind, part in written.items()}
-    if family.biases:
+    if family.biases in ("all", "qkv"):
         data["attention_bias"] = first.bias
     if family.norm is not None:
         data["rms_norm_eps"] = next((spec.qk_norm.eps for spec in specs if spec.qk_norm is not None), 1e-6)
@@ -178,14 +210,20 @@ def _write_specs(specs: Sequence[AttentionSpec], model_type: str) -> dict[str, A
         data["sliding_window"] = next((spec.window for spec in specs if spec.window is not None), None)
     if family.window == "sliding":
         data["layer_types"] = kinds
-    if model_type == "qwen3":
+    if family.window_flag:
         data["use_sliding_window"] = data["sliding_window"] is not None
-    elif model_type == "gemma3_text":
-        data["query_pre_attn_scalar"] = first.head_dim if first.scale is None else round(first.scale**-2, 9)
-    elif model_type == "llama4_text":
+    if family.softcap is not None:
+        data[family.softcap] = first.softcap
+    if family.scale is not None:
+        name, power = family.scale
+        data[name] = first.head_dim if first.scale is None else round(first.scale ** (1 / power), 9)
+        if power == 1:
+            data[name] = first.head_dim**-0.5 if first.scale is None else first.scale
+    if family.rotates == "no_rope_layers":
+        data["no_rope_layers"] = [int(spec.rope is not None) for spec in specs]
+    if model_type == "llama4_text":
         data |= {
             "use_qk_norm": any(spec.qk_norm is not None for spec in specs),
-            "no_rope_layers": [int(spec.rope is not None) for spec in specs],
             "layer_types": ["full_attention"] * len(specs),
             "attn_temperature_tuning": False,
         }
@@ -254,9 +292,29 @@ def _family(data: Mapping[str, Any]) -> _Family:
     return family
 
 
-def _specialities(data: Mapping[str, Any], layer: int) -> tuple[float | None, bool]:
-    """Scale, and whether the layer rotates at all; refuses what a spec cannot say."""
-    scale, rotates = None, True
+def _biases(data: Mapping[str, Any], family: _Family) -> tuple[bool, bool]:
+    """Of q, k and v, and of the output projection."""
+    if family.biases in ("none", "always qkv"):
+        return family.biases == "always qkv", False
+    bias = data.get("attention_bias")
+    if not (bias is None or isinstance(bias, bool)):
+        fault(data, f"attention_bias must be true or false, got {shown(bias)}")
+    return bool(bias), bool(bias) and family.biases == "all"
+
+
+def _read_scale(data: Mapping[str, Any], head_dim: int, family: _Family) -> float | None:
+    if family.scale is None:
+        return None
+    name, power = family.scale
+    value = required(data, name)
+    if not is_number(value) or value <= 0:
+        fault(data, f"{name} must be a positive number, got {shown(value)}")
+    scale = float(value) ** power
+    return None if scale == head_dim**-0.5 else scale
+
+
+def _refuse_specialities(data: Mapping[str, Any]) -> None:
+    """Refuse what a spec cannot say."""
     ropes = [rope for name in ("rope_parameters", "rope_scaling") if isinstance(rope := data.get(name), Mapping)]
     ropes += [entry for rope in ropes for entry in rope.values() if isinstance(entry, Mapping)]
     beta = next((rope["llama_4_scaling_beta"] for rope in ropes if rope.get("llama_4_scaling_beta")), None)
@@ -267,31 +325,33 @@ def _specialities(data: Mapping[str, Any], layer: int) -> tuple[float | None, bo
             "no spec says",
         )
     if data["model_type"] == "gemma3_text":
-        scalar = required(data, "query_pre_attn_scalar")
-        if not is_number(scalar) or scalar <= 0:
-            fault(data, f"query_pre_attn_scalar must be a positive number, got {shown(scalar)}")
-        scale = None if scalar == data.get("head_dim") else float(scalar) ** -0.5
         for name in ("use_bidirectional_attention", "attn_logit_softcapping"):
             if data.get(name):
                 fault(data, f"{name} must be off, got {shown(data[name])}: what it means differs between readers")
-    elif data["model_type"] == "llama4_text":
-        flags = data.get("no_rope_layers") or []
-        if not isinstance(flags, (list, tuple)):
-            fault(data, f"no_rope_layers must be a list of 0 and 1, got {shown(flags)}")
-        interval = None if data.get("no_rope_layer_interval") is None else integer(data, "no_rope_layer_interval")
-        if layer < len(flags):
-            rotates = bool(flags[layer])
-        elif flags or interval is None:
-            fault(data, f"no_rope_layers must say whether layer {layer} rotates, got {flags}")
-        else:
-            rotates = (layer + 1) % interval != 0
-        if not rotates and data.get("attn_temperature_tuning", True):
-            fault(
-                data,
-                "attn_temperature_tuning must be false, got true: it scales the queries of layers without rope by "
-                "their position, which no spec says",
-            )
-    return scale, rotates
+
+
+def _rotates(data: Mapping[str, Any], layer: int, kind: str, family: _Family) -> bool:
+    if family.rotates == "all":
+        return True
+    if family.rotates == "sliding":  # the full layers between windows do without, unless there are no windows
+        return kind == "sliding_attention" or (data["model_type"] == "exaone4" and data.get("sliding_window") is None)
+    flags = data.get("no_rope_layers") or []
+    if not isinstance(flags, (list, tuple)):
+        fault(data, f"no_rope_layers must be a list of 0 and 1, got {shown(flags)}")
+    interval = None if data.get("no_rope_layer_interval") is None else integer(data, "no_rope_layer_interval")
+    if layer < len(flags):
+        rotates = bool(flags[layer])
+    elif flags or interval is None:
+        fault(data, f"no_rope_layers must say whether layer {layer} rotates, got {flags}")
+    else:
+        rotates = (layer + 1) % interval != 0
+    if not rotates and data["model_type"] == "llama4_text" and data.get("attn_temperature_tuning", True):
+        fault(
+            data,
+            "attn_temperature_tuning must be false, got true: it scales the queries of layers without rope by "
+            "their position, which no spec says",
+        )
+    return rotates
 
 
 def _layer_type(data: Mapping[str, Any], layer: int, family: _Family) -> str:
@@ -304,10 +364,15 @@ def _layer_type(data: Mapping[str, Any], layer: int, family: _Family) -> str:
         kind = types[layer]
     elif data["model_type"] == "gemma3_text":
         kind = "sliding_attention" if (layer + 1) % integer(data, "sliding_window_pattern") else "full_attention"
-    elif data["model_type"] == "qwen3" and data.get("use_sliding_window"):
+    elif data["model_type"] in ("qwen2", "qwen3") and data.get("use_sliding_window"):
         kind = "sliding_attention" if layer >= integer(data, "max_window_layers", least=0) else "full_attention"
     elif data["model_type"] == "llama4_text":
         kind = "full_attention" if data.get("attention_chunk_size", ...) is None else "chunked_attention"
+    elif family.pattern:
+        own = data.get("sliding_window_pattern")
+        every = family.pattern if own is None else integer(data, "sliding_window_pattern", least=0)
+        slides = every and (layer + 1) % every and data.get("sliding_window") is not None
+        kind = "sliding_attention" if slides else "full_attention"
     else:
         kind = "full_attention"
     known = {"full_attention", *(("sliding_attention",) if family.window == "sliding" else ())}
@@ -333,6 +398,8 @@ def _norm(data: Mapping[str, Any], family: _Family, *, rotates: bool) -> QKNorm 
 
 def _window(data: Mapping[str, Any], kind: str, family: _Family) -> int | None:
     if family.window == "none" or (family.window == "sliding" and kind != "sliding_attention"):
+        return None
+    if family.window == "all" and family.window_flag and not data.get("use_sliding_window"):
         return None
     if "sliding_window" not in data:
         fault(data, "'sliding_window' is missing; null means none")
