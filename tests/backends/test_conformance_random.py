@@ -33,6 +33,7 @@ def check(backend, calls):
     assert trial.honoured > PROFILE.max_examples / 5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_random_calls_are_right_or_refused_properly(backend):
     check(backend, calls())

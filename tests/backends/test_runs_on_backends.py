@@ -90,7 +90,7 @@ def test_fa_says_how_many_runs_it_merges():
         assert "merged over 2 runs of keys" in prepared.backend.describe(prepared)
 
 
-@pytest.mark.parametrize("window", [1, 2, 6])
+@pytest.mark.parametrize("window", [1, pytest.param(2, marks=pytest.mark.nightly), 6])
 @pytest.mark.parametrize(
     "layout",
     [MaskLayout.causal(12).select_queries(slice(6, 12)).select_keys(slice(0, 3)), MaskLayout.packed([5, 7])],

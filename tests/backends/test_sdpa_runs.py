@@ -205,7 +205,7 @@ def deep_tree(tokens):
     return MaskLayout.tree([(node - 1) // 2 if node else -1 for node in range(15)], [tokens] * 15)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_half_precision_adds_any_number_of_parts_in_float32(dtype):
     layout = deep_tree(200)
     qkv = tensors(layout, heads=2, kv_heads=1, dtype=dtype)

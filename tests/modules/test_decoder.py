@@ -84,7 +84,7 @@ def test_gradients_accumulate_over_batches():
     close(summed, {name: want[0][name] + want[1][name] for name in want[0]})
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.nightly), "sdpa"])
 def test_compiled_whole_it_is_at_most_two_graphs_over_eight_segmentations(backend):
     graphs = []
 
