@@ -195,7 +195,7 @@ def test_a_scope_is_called_one_in_messages():
         scopes.get("ring")
     with pytest.raises(PluginNotFoundError, match="a scope's name must be a str, got 3"):
         scopes.get(3)
-    with pytest.raises(BackendLoadError, match=r"Fake is not a valid scope: .*Fake lacks make; a scope has name"):
+    with pytest.raises(BackendLoadError, match=r"Fake is not a valid scope: .*Fake lacks scope; a scope has name"):
         Registry(scopes._contract).register("fake", Fake())
 
 
@@ -250,7 +250,10 @@ def test_an_unknown_name_is_a_value_error_so_that_validators_take_it_for_one_fau
 
 def test_usp_says_that_it_does_not_exist_yet_and_which_names_do(bare):
     bare.register("fake", Fake())
-    cause = "sequence parallelism is a scope, in polyattn-context-parallel"
+    cause = (
+        "sequence parallelism is a scope, in polyattn-context-parallel; name a backend that runs inside it, and set "
+        "`context_parallel: {method: auto}` beside it"
+    )
     assert text_of(bare, "usp") == f"backend 'usp' cannot be used: {cause}; installed: fake"
 
 

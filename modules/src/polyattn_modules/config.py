@@ -6,6 +6,7 @@
     rope: {schema_version: 1, variant: default, theta: 10000.0, ...}    # or, beside sizes, {rope_theta: 10000.0}
     qk_norm: {position: before, scope: head, weighted: true, eps: 1.0e-6}
     window: 512
+    context_parallel: {mesh: cp, method: auto, balance: auto}           # of polyattn-context-parallel
     groups:
       - {layers: "5::6", window: null, attn_backend: flex_attention}
 
@@ -22,8 +23,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from polyattn import AttentionBackend, ConfigError, PolyattnError, UnsupportedAttentionError
+from polyattn import (
+    AttentionBackend,
+    AttentionScope,
+    ConfigError,
+    MaskLayout,
+    PolyattnError,
+    UnsupportedAttentionError,
+)
 from polyattn.messages import listed, shown
+from polyattn.registry import scopes
 from polyattn.select import resolve_backend
 from polyattn_modules.fields import FIELDS, SIZES, QKNorm, Structure, problem_of, written_window
 from polyattn_modules.groups import LayerGroup, check_group_keys, group_fields, read_layers
@@ -59,6 +68,8 @@ class AttentionConfig(Structure):
             the first thing that does, which is a layer built with ``device=`` or on an accelerator, else the first
             forward, before any matrix product.
         serving_target: the engine that will serve the model; see :func:`polyattn.check_servable`. Needs the sizes.
+        context_parallel: the options of the scope ``context_parallel`` (``{}`` for its defaults), an object with its
+            methods, or ``None``; see :meth:`scope`.
         groups: overrides for groups of layers; later groups win. Each is a mapping with ``layers`` (a list of indices,
             or a slice such as ``"5::6"``) and the fields to override.
 
@@ -75,6 +86,7 @@ class AttentionConfig(Structure):
     qk_norm: Any = None
     groups: Sequence[LayerGroup | Mapping[str, Any]] = ()
     serving_target: str | None = None
+    context_parallel: Any = None
     _default: LayerAttention = dataclasses.field(init=False, repr=False, compare=False)
     _resolved: tuple[LayerAttention, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
@@ -87,6 +99,7 @@ class AttentionConfig(Structure):
             {**layers[0], **_read_fields(self._overrides(group), f"groups[{index}].", faults)}
             for index, group in enumerate(groups)
         ]
+        parallel = faults.catch("context_parallel", lambda: _parallel(self.context_parallel), None)
         resolved = []
         for where, fields in zip(("", *(f"groups[{index}]" for index in range(len(groups)))), layers, strict=True):
             if _FAULTY not in fields.values():
@@ -99,6 +112,7 @@ class AttentionConfig(Structure):
         object.__setattr__(self, "window", resolved[0].window)
         object.__setattr__(self, "groups", groups)
         object.__setattr__(self, "backend_options", dict(self.backend_options))
+        object.__setattr__(self, "context_parallel", parallel)
         object.__setattr__(self, "_default", resolved[0])
         object.__setattr__(self, "_resolved", tuple(resolved[1:]))
 
@@ -111,6 +125,24 @@ class AttentionConfig(Structure):
             if isinstance(group, LayerGroup) and group.covers(index):
                 found = resolved
         return found
+
+    def scope(self, layout: MaskLayout | Mapping[str, MaskLayout], device_mesh: Any = None) -> AttentionScope:
+        """What layers share in one forward: of whole sequences, or of this rank's part under ``context_parallel``.
+
+        Args:
+            layout: the mask of the whole sequences; several by name under ``context_parallel`` only.
+            device_mesh: the ``DeviceMesh`` that ``context_parallel`` names a dimension of; not needed without.
+
+        Raises:
+            ConfigError: several layouts without ``context_parallel``.
+            ContextParallelError: the mesh or the layout does not fit.
+        """
+        if self.context_parallel is not None:
+            scope: AttentionScope = self.context_parallel.scope(layout, device_mesh)
+            return scope
+        if not isinstance(layout, MaskLayout):
+            raise ConfigError(f"layout must be a MaskLayout without context_parallel, got {type(layout).__name__}")
+        return AttentionScope(layout)
 
     def check_layers(self, layers: int) -> None:
         """Refuse groups that a model of ``layers`` layers has no layer for.
@@ -151,7 +183,7 @@ class AttentionConfig(Structure):
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"the attention config must be a mapping, got {type(data).__name__}")
-        known = [*_LAYER_FIELDS, "groups", "serving_target"]
+        known = [*_LAYER_FIELDS, "groups", "serving_target", "context_parallel"]
         unknown = [key for key in data if key not in known]
         faults = _Faults()
         if unknown:
@@ -286,6 +318,14 @@ def _backend(name: Any, options: Any) -> AttentionBackend:
             raise ConfigError(f"backend_options must be a mapping, got {type(options).__name__}")
         return resolve_backend(name, dict(options) or None)
     raise ConfigError(f"must be the name of a backend, got {shown(name)}; `polyattn list` shows the names")
+
+
+def _parallel(value: Any) -> Any:
+    if value is None or hasattr(value, "scope"):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"must be a mapping such as {{mesh: cp, method: auto, balance: auto}}, got {shown(value)}")
+    return scopes.resolve("context_parallel", dict(value))
 
 
 def _field(name: str, value: Any) -> Any:

@@ -84,7 +84,7 @@ ROPE_VARIANT = Contract(
     {"validate": (("spec",), ()), "frequencies": (("spec",), ("device", "length"))},
 )
 READER = Contract(READERS, "reader", PluginNotFoundError, {"read": (("config",), ())})
-SCOPE = Contract(SCOPES, "scope", PluginNotFoundError, {"make": (("layout",), ())})
+SCOPE = Contract(SCOPES, "scope", PluginNotFoundError, {"scope": (("layout", "device_mesh"), ())})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from polyattn.messages import shown
-from polyattn.registry.discovery import AUTO, BACKENDS, READERS, ROPE, Candidate, current
+from polyattn.registry.discovery import AUTO, BACKENDS, READERS, ROPE, SCOPES, Candidate, current
 
 _VARIANTS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 #: Names that distributions of this project bring.
@@ -20,6 +20,7 @@ FIRST_PARTY = {
     },
     ROPE: {name: f"polyattn-rope-{name}" for name in _VARIANTS},
     READERS: {"hf_rope": "polyattn-readers", "hf_attention": "polyattn-readers"},
+    SCOPES: {"context_parallel": "polyattn-context-parallel"},
 }
 #: Words of other software, without separators, for what a plugin of ours does: a hint in an error, never resolved.
 _ELSEWHERE = {
@@ -40,7 +41,8 @@ _ELSEWHERE = {
 }
 #: Words for what nobody can install here.
 _NOT_HERE = {
-    "sequence parallelism is a scope, in polyattn-context-parallel": (
+    "sequence parallelism is a scope, in polyattn-context-parallel; name a backend that runs inside it, and set "
+    "`context_parallel: {method: auto}` beside it": (
         r"usp.*|ulysses|ring(attention|flashattn)?|contextparallel"
     ),
     "this project has no plugin for that kernel; `polyattn new` starts one of your own": (

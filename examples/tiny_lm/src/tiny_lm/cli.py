@@ -1,4 +1,5 @@
-"""The command line: ``tiny-lm train``, ``tiny-lm sample``, ``tiny-lm tree`` and ``tiny-lm demo``.
+"""The command line: ``tiny-lm train``, ``tiny-lm sample``, ``tiny-lm tree``, ``tiny-lm demo`` and ``tiny-lm
+parallel``.
 
 What the user can put right ends with one message and exit status 2, a demo whose backends disagree with 1, and a run
 that a signal ended with 128 and the signal's number, as shells have it: 130 after Ctrl-C, 143 after SIGTERM.
@@ -19,7 +20,7 @@ import click
 from rich.console import Console
 
 import polyattn
-from tiny_lm import checkpoint, config, display, report, tree
+from tiny_lm import checkpoint, config, display, ranks, report, tree
 from tiny_lm.folder import FolderError, claimed, refuse_what_is_there
 from tiny_lm.sample import sample
 from tiny_lm.train import Run, peak_memory, train
@@ -30,6 +31,8 @@ CURVES = "loss.png"
 TREE = "tree.png"
 RESULTS = (CHECKPOINT, report.FILE)
 COMPARED = ("eager", "sdpa")
+#: The modules that start a run, and options of its own.
+Launch = tuple[tuple[str, ...], tuple[str, ...]]
 #: What the demo lets its model go on with, at a temperature where text of a small model does not repeat itself.
 PROMPT, TEMPERATURE = "The ", 0.7
 
@@ -137,6 +140,12 @@ def train_command(
     run = Run(config.load(config_path, attn_backend=attn_backend, steps=steps))
     if resume:
         checkpoint.load(out / CHECKPOINT)  # before a folder is made for what is not there
+    if not ranks.is_first():  # it takes part in every step, and writes nothing
+        if resume:
+            run.restore(checkpoint.load(out / CHECKPOINT), out / CHECKPOINT)
+        with interruptible() as stop:
+            train(run, out / CHECKPOINT, stop=stop.asked, on_step=lambda loss, speed: None)
+        return
     with claimed(out):
         check()  # another run may have ended in between
         if resume:
@@ -160,6 +169,7 @@ def _go_on(run: Run, out: Path) -> None:
         losses=run.losses,
         tokens_per_second=speed or None,
         peak_memory=peak_memory(),
+        processes=ranks.count(),
     ).write(out)
     if stop.number is not None:
         click.echo(f"Interrupted after step {len(run.losses)}; --resume goes on from {path}")
@@ -239,17 +249,34 @@ def demo_command(config_path: Path, out: Path, overwrite: bool) -> None:
     refuse_what_is_there(out, () if overwrite else written, "--overwrite to replace them", written)
     run = Run(config.load(config_path))  # a mistake is reported once, here
     with claimed(out):
-        _compare(config_path, out)
+        _compare(config_path, out, {name: ((), ("--attn-backend", name)) for name in COMPARED})
     trained = out / COMPARED[-1] / CHECKPOINT
     run.restore(checkpoint.load(trained), trained)
     _write_text(run, PROMPT, 200, TEMPERATURE, seed=0)
 
 
-def _compare(config_path: Path, out: Path) -> None:
+@commands.command("parallel")
+@config_argument
+@out_option
+@overwrite_option
+@click.option("--processes", type=click.IntRange(min=2), default=2, show_default=True, help="That share the tokens.")
+def parallel_command(config_path: Path, out: Path, overwrite: bool, processes: int) -> None:
+    """Train CONFIG, which sets context_parallel, in one process and in several, and compare the loss curves."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m")
+    runs: dict[str, Launch] = {"one": ((), ()), "several": (launcher, ())}
+    written = [*(f"{name}/{result}" for name in runs for result in RESULTS), CURVES]
+    refuse_what_is_there(out, () if overwrite else written, "--overwrite to replace them", written)
+    if config.load(config_path).attention.context_parallel is None:
+        raise BadInput("context_parallel must be set in the config, got none; add `context_parallel: {method: auto}`")
+    with claimed(out):
+        _compare(config_path, out, runs)
+
+
+def _compare(config_path: Path, out: Path, runs: dict[str, Launch]) -> None:
     reports = []
-    for backend in COMPARED:
+    for backend, launch in runs.items():
         with interruptible() as stop:
-            status = _train_in_process(config_path, backend, out / backend, stop)
+            status = _train_in_process(config_path, launch, out / backend, stop)
         if stop.number is not None:
             raise SystemExit(128 + stop.number)
         if status < 0:
@@ -267,10 +294,11 @@ def _compare(config_path: Path, out: Path) -> None:
         raise SystemExit(1)
 
 
-def _train_in_process(config_path: Path, backend: str, out: Path, stop: Stop) -> int:
+def _train_in_process(config_path: Path, launch: Launch, out: Path, stop: Stop) -> int:
     """Train in a process of its own, so that its peak memory is its own; gives its exit status."""
-    options = ["--attn-backend", backend, "--out", str(out), "--overwrite"]
-    command = [sys.executable, "-m", "tiny_lm", "train", str(config_path), *options]
+    launcher, own = launch
+    options = [*own, "--out", str(out), "--overwrite"]
+    command = [sys.executable, "-m", *launcher, "tiny_lm", "train", str(config_path), *options]
     with subprocess.Popen(command) as process:
         told = False
         while True:

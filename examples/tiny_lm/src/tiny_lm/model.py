@@ -66,13 +66,13 @@ class TinyLM(nn.Module):
         return KVCache.for_layers(specs, batch, capacity, device=self.embedding.weight.device, dtype=dtype)
 
     def forward(
-        self, tokens: Tensor, layout: MaskLayout, positions: Tensor, caches: Sequence[KVCache | None] = ()
+        self, tokens: Tensor, layout: MaskLayout | AttentionScope, positions: Tensor, caches: Sequence[KVCache | None] = ()
     ) -> Tensor:
         """Scores of the next byte.
 
         Args:
             tokens: ``Int[B, S]``.
-            layout: what each token may see.
+            layout: what each token may see, or a scope that knows it.
             positions: ``Int[B, S]``, for RoPE.
             caches: of the layers, in decoding; they give layout and positions.
 
@@ -80,7 +80,7 @@ class TinyLM(nn.Module):
             ``[B, S, 256]``, before the softmax.
         """
         hidden = self.embedding(tokens)
-        scope = AttentionScope(layout)
+        scope = layout if isinstance(layout, AttentionScope) else AttentionScope(layout)
         layers = list(zip(cast("Iterable[Layer]", self.layers), caches or [None] * len(self.layers), strict=True))
         for layer, cache in layers:
             layer.attention.fill(scope, hidden, positions, cache=cache)

@@ -27,6 +27,7 @@ class Report:
         losses: mean loss in nats of every step.
         tokens_per_second: speed of this process, saving left out; ``None`` when it took no step.
         peak_memory: the most memory the process held, in bytes; ``None`` where the system does not say.
+        processes: how many shared the tokens of a step.
     """
 
     backend: str
@@ -34,6 +35,12 @@ class Report:
     losses: list[float]
     tokens_per_second: float | None
     peak_memory: int | None
+    processes: int = 1
+
+    @property
+    def label(self) -> str:
+        """The backend, and the number of processes where there were several."""
+        return self.backend if self.processes == 1 else f"{self.backend}, {self.processes} processes"
 
     def write(self, folder: Path) -> None:
         """Store the report in ``folder``."""
@@ -63,7 +70,7 @@ def table(reports: Sequence[Report]) -> Table:
     result = Table("backend", "distribution", "final loss", "tokens/s", "peak memory")
     for report in reports:
         result.add_row(
-            report.backend,
+            report.label,
             report.distribution,
             f"{report.losses[-1]:.4f}",
             "unknown" if report.tokens_per_second is None else f"{report.tokens_per_second:,.0f}",
@@ -81,7 +88,7 @@ def plot(reports: Sequence[Report], path: Path) -> None:
 
     figure, (curves, difference) = plt.subplots(2, sharex=True, height_ratios=(3, 1), layout="constrained")
     for report, style in zip(reports, ("-", "--"), strict=True):
-        curves.plot(report.losses, style, label=f"{report.backend} ({report.distribution})")
+        curves.plot(report.losses, style, label=f"{report.label} ({report.distribution})")
     curves.set_ylabel("loss (nats per byte)")
     curves.legend()
     difference.plot(_differences(reports), color="black")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from polyattn import AttentionRequest, ConfigError, MaskLayout, UnsupportedAttentionError
-from tiny_lm import checkpoint
+from polyattn import AttentionRequest, AttentionScope, ConfigError, MaskLayout, UnsupportedAttentionError
+from tiny_lm import checkpoint, ranks
 from tiny_lm.checkpoint import CheckpointError
 from tiny_lm.config import RunConfig
 from tiny_lm.data import NO_TARGET, PackedRows, python_documentation
@@ -33,6 +33,7 @@ class Run:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+        self.mesh = ranks.mesh_of(config)
         self.rows = PackedRows(python_documentation(), **dataclasses.asdict(config.data), seed=config.seed)
         torch.manual_seed(config.seed)
         self.model = TinyLM(config.model, config.attention)
@@ -49,11 +50,21 @@ class Run:
         done, device = len(self.losses), self.config.device
         batch = self.rows.batch(done)
         layout = MaskLayout.packed(batch.lengths).to(device)
+        tokens, targets, positions = (x.to(device) for x in (batch.tokens, batch.targets, batch.positions))
+        scope: MaskLayout | AttentionScope = layout
+        if self.mesh is not None:  # this process holds some of the tokens
+            scope = self.config.attention.scope(layout, self.mesh)
+            tokens, targets, positions = map(scope.shard.take, (tokens, targets, positions))
         with torch.autocast(device, dtype=self.dtype, enabled=self.config.autocast != "off"):
-            logits = self.model(batch.tokens.to(device), layout, batch.positions.to(device))
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.targets.to(device).flatten(), ignore_index=NO_TARGET)
+            logits = self.model(tokens, scope, positions)
+        flat = logits.float().flatten(0, 1)
+        loss = F.cross_entropy(flat, targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+        loss = loss / (batch.targets != NO_TARGET).sum().item()
         self.optimiser.zero_grad()
         loss.backward()
+        loss = loss.detach()
+        if self.mesh is not None:
+            ranks.add_up([loss, *(p.grad for p in self.model.parameters() if p.grad is not None)])
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip)
         warmth = min(1.0, (done + 1) / self.config.optimiser.warmup)
         for group in self.optimiser.param_groups:
@@ -158,16 +169,17 @@ def train(
     config = run.config
     seconds, speed = 0.0, 0.0
     for count in itertools.count(1):
-        if len(run.losses) >= config.steps or stop():
+        if len(run.losses) >= config.steps or ranks.any_of(stop()):
             break
         start = time.perf_counter()
         loss = run.step()
         seconds += time.perf_counter() - start
         speed = count * config.data.rows * config.data.row_length / seconds
         on_step(loss, speed)
-        if len(run.losses) % config.checkpoint_every == 0:
+        if len(run.losses) % config.checkpoint_every == 0 and ranks.is_first():
             checkpoint.save(checkpoint_path, run.state())
-    checkpoint.save(checkpoint_path, run.state())
+    if ranks.is_first():
+        checkpoint.save(checkpoint_path, run.state())
     return speed
 
 
