@@ -42,9 +42,7 @@ _ELSEWHERE = {
 #: Words for what nobody can install here.
 _NOT_HERE = {
     "sequence parallelism is a scope, in polyattn-context-parallel; name a backend that runs inside it, and set "
-    "`context_parallel: {method: auto}` beside it": (
-        r"usp.*|ulysses|ring(attention|flashattn)?|contextparallel"
-    ),
+    "`context_parallel: {method: auto}` beside it": (r"usp.*|ulysses|ring(attention|flashattn)?|contextparallel"),
     "this project has no plugin for that kernel; `polyattn new` starts one of your own": (
         r"(fa|flash|flashattn|flashattention)[34]|sage(attn|attention)?|flashinfer|flashmla|triton(attn)?|te|"
         r"transformerengine|aiter|paged.*|tensorrt|trtllmmha|cutlass|linearattention|mamba|radial|magi"

@@ -1,5 +1,4 @@
-"""The command line: ``tiny-lm train``, ``tiny-lm sample``, ``tiny-lm tree``, ``tiny-lm demo`` and ``tiny-lm
-parallel``.
+"""The command line: ``tiny-lm`` with ``train``, ``sample``, ``tree``, ``demo`` and ``parallel``.
 
 What the user can put right ends with one message and exit status 2, a demo whose backends disagree with 1, and a run
 that a signal ended with 128 and the signal's number, as shells have it: 130 after Ctrl-C, 143 after SIGTERM.

@@ -66,7 +66,11 @@ class TinyLM(nn.Module):
         return KVCache.for_layers(specs, batch, capacity, device=self.embedding.weight.device, dtype=dtype)
 
     def forward(
-        self, tokens: Tensor, layout: MaskLayout | AttentionScope, positions: Tensor, caches: Sequence[KVCache | None] = ()
+        self,
+        tokens: Tensor,
+        layout: MaskLayout | AttentionScope,
+        positions: Tensor,
+        caches: Sequence[KVCache | None] = (),
     ) -> Tensor:
         """Scores of the next byte.
 
