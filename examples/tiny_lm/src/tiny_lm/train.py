@@ -53,8 +53,9 @@ class Run:
         tokens, targets, positions = (x.to(device) for x in (batch.tokens, batch.targets, batch.positions))
         scope: MaskLayout | AttentionScope = layout
         if self.mesh is not None:  # this process holds some of the tokens
-            scope = self.config.attention.scope(layout, self.mesh)
-            tokens, targets, positions = map(scope.shard.take, (tokens, targets, positions))
+            parallel: Any = self.config.attention.scope(layout, self.mesh)
+            tokens, targets, positions = map(parallel.shard.take, (tokens, targets, positions))
+            scope = parallel
         with torch.autocast(device, dtype=self.dtype, enabled=self.config.autocast != "off"):
             logits = self.model(tokens, scope, positions)
         flat = logits.float().flatten(0, 1)
