@@ -123,7 +123,7 @@ def test_sigterm_reaches_the_run_that_the_demo_started(settings, write_config, t
 
     asking = threading.Thread(target=ask_to_stop)
     asking.start()
-    assert _train_in_process(path, "eager", tmp_path / "out", stop) == 143
+    assert _train_in_process(path, ((), ("--attn-backend", "eager")), tmp_path / "out", stop) == 143
     asking.join()
     assert checkpoint.load(tmp_path / "out" / "checkpoint.pt")["losses"] == Report.read(tmp_path / "out").losses
 
