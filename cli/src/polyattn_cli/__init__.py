@@ -31,6 +31,7 @@ COMMANDS = {
     "list": ("polyattn_cli.listing:list_plugins", "List what is installed, without importing any of it."),
     "mask": ("polyattn_cli.mask:mask", "Draw what may see what."),
     "new": ("polyattn_cli.new:new", "Write a package for a plugin of your own."),
+    "plan": ("polyattn_cli.plan:plan", "Say what sharing sequences out to ranks would cost."),
     "rope": ("polyattn_cli.rope:rope", "Print the rotary spec that a model's config means."),
 }
 
