@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from polyattn import AttentionBackend, UnsupportedAttentionError
+from polyattn.registry import readers
 from polyattn.select import resolve_backend
 from polyattn_modules.inputs import check_attribute, check_part
-from polyattn_modules.kind import LayerKind
+from polyattn_modules.kind import LayerKind, LayerSpec
+
+_Spec = TypeVar("_Spec", bound=LayerSpec)
 
 
-class AttentionLayer(nn.Module):
+class AttentionLayer(nn.Module, Generic[_Spec]):
     """Projections around prepared attention. A subclass has ``o_proj``, and sets ``kind`` last."""
 
     kind: LayerKind
+    #: The reader of its weights, by name.
+    READER: ClassVar[str]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to change the structure, and parts that it knows nothing of: no forward would use them.
@@ -42,9 +47,30 @@ class AttentionLayer(nn.Module):
         return self.kind.backend
 
     @property
-    def spec(self) -> Any:
+    def spec(self) -> _Spec:
         """The structure, which stays; for another one build another layer (``from_spec``)."""
-        return self.kind.spec
+        return cast("_Spec", self.kind.spec)
+
+    def load_hf_weights(
+        self, state: Mapping[str, Tensor], config: Any, *, layer: int, convention: str = "serving"
+    ) -> None:
+        """Load the weights of one layer of a transformers model.
+
+        Names are the same there; Gemma's norm weights, which count from 1, are changed to ours.
+
+        Args:
+            state: the model's state dict.
+            config: its configuration, or the dictionary of that; see ``from_hf`` of the layer's spec.
+            layer: index of the layer.
+            convention: with which the configuration is read; likewise.
+
+        Raises:
+            ConfigError: the class is not known, the configuration describes another layer than this one (but for its
+                dropout), or the state dict has no such layer.
+            RuntimeError: a weight is missing, unknown or of another shape; from ``load_state_dict``.
+        """
+        reader = readers.get(self.READER)
+        self.load_state_dict(reader.weights(state, config, layer=layer, spec=self.spec, convention=convention))
 
     def reset_parameters(self) -> None:
         """Draw every parameter afresh: torch's own rule for the projections, one for norm weights, zero for sinks."""

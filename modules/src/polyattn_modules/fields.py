@@ -165,6 +165,15 @@ def like(name: str, **rest: Any) -> Any:
     return dataclasses.field(metadata=FIELDS[name].metadata, **rest)
 
 
+def keep_one_form(spec: Any) -> None:
+    """Write equal values of a spec's numbers and window in one form."""
+    for name in ("dropout", "softcap", "scale", "norm_eps"):
+        value = getattr(spec, name, None)
+        if value is not None:
+            object.__setattr__(spec, name, float(value))
+    object.__setattr__(spec, "window", written_window(spec.window))
+
+
 def _problem(field: dataclasses.Field[Any], value: object) -> str:
     rule = field.metadata
     return "" if rule["holds"](value) else f"must be {rule['need']}, got {given(value)}"

@@ -21,7 +21,7 @@ from polyattn import (
     RotaryTables,
     apply_rotary,
 )
-from polyattn.registry import AUTO, readers
+from polyattn.registry import AUTO
 from polyattn.rope import rotate_channels, rotate_heads
 from polyattn.select import resolve_backend
 from polyattn_modules.base_layer import AttentionLayer
@@ -37,7 +37,7 @@ from polyattn_modules.sources import NOTHING, KeySource, Pair
 from polyattn_modules.spec import AttentionSpec
 
 
-class GroupedQueryAttention(AttentionLayer):
+class GroupedQueryAttention(AttentionLayer[AttentionSpec]):
     """Multi-head, grouped-query or multi-query attention on any backend.
 
     Args:
@@ -62,6 +62,8 @@ class GroupedQueryAttention(AttentionLayer):
             lie on an accelerator. A layer built on the CPU may still move, and on ``meta`` it surely does; then
             :meth:`fill` or the first forward refuses, before any matrix product.
     """
+
+    READER = "hf_attention"
 
     def __init__(
         self,
@@ -123,34 +125,6 @@ class GroupedQueryAttention(AttentionLayer):
             rest: ``fused_qkv``, ``backend``, ``backend_options``, ``device``, ``dtype``.
         """
         return cls(**structure_of(spec), **rest)
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """The structure, which stays; for another one build another layer (:meth:`from_spec`)."""
-        spec = self.kind.spec
-        assert isinstance(spec, AttentionSpec)
-        return spec
-
-    def load_hf_weights(
-        self, state: Mapping[str, Tensor], config: Any, *, layer: int, convention: str = "serving"
-    ) -> None:
-        """Load the weights of one layer of a transformers model.
-
-        Names are the same there; Gemma's norm weights, which count from 1, are changed to ours.
-
-        Args:
-            state: the model's state dict.
-            config: its configuration, or the dictionary of that; see :meth:`AttentionSpec.from_hf`.
-            layer: index of the layer.
-            convention: with which the configuration is read; see :meth:`AttentionSpec.from_hf`.
-
-        Raises:
-            ConfigError: the class is not known, the configuration describes another layer than this one (but for its
-                dropout), or the state dict has no such layer.
-            RuntimeError: a weight is missing, unknown or of another shape; from ``load_state_dict``.
-        """
-        reader = readers.get("hf_attention")
-        self.load_state_dict(reader.weights(state, config, layer=layer, spec=self.spec, convention=convention))
 
     def fill(
         self,

@@ -22,7 +22,7 @@ from polyattn import (
     RotaryEmbedding,
     RotaryTables,
 )
-from polyattn.registry import AUTO, readers
+from polyattn.registry import AUTO
 from polyattn.rope import rotate_heads
 from polyattn.select import resolve_backend
 from polyattn_modules.base_layer import AttentionLayer
@@ -37,7 +37,7 @@ from polyattn_modules.sources import NOTHING, KeySource
 _FIELDS = tuple(field.name for field in dataclasses.fields(LatentSpec))
 
 
-class LatentAttention(AttentionLayer):
+class LatentAttention(AttentionLayer[LatentSpec]):
     """Multi-head latent attention (MLA) on any backend.
 
     DeepSeek-V2 (arXiv:2405.04434, section 2.1) describes it. Names of parameters are those of transformers.
@@ -52,6 +52,8 @@ class LatentAttention(AttentionLayer):
             valid.
         UnsupportedAttentionError: see :class:`GroupedQueryAttention`.
     """
+
+    READER = "hf_latent"
 
     def __init__(
         self,
@@ -109,20 +111,6 @@ class LatentAttention(AttentionLayer):
     def from_hf(cls, config: Any, *, layer: int = 0, convention: str = "serving", **rest: Any) -> LatentAttention:
         """Build the layer that a transformers configuration describes; see :meth:`LatentSpec.from_hf`."""
         return cls.from_spec(LatentSpec.from_hf(config, layer=layer, convention=convention), **rest)
-
-    @property
-    def spec(self) -> LatentSpec:
-        """The structure, which stays; for another one build another layer (:meth:`from_spec`)."""
-        spec = self.kind.spec
-        assert isinstance(spec, LatentSpec)
-        return spec
-
-    def load_hf_weights(
-        self, state: Mapping[str, Tensor], config: Any, *, layer: int, convention: str = "serving"
-    ) -> None:
-        """Load the weights of one layer of a transformers model; see :meth:`GroupedQueryAttention.load_hf_weights`."""
-        reader = readers.get("hf_latent")
-        self.load_state_dict(reader.weights(state, config, layer=layer, spec=self.spec, convention=convention))
 
     def fill(
         self,

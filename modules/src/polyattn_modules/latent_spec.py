@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from polyattn import ConfigError, RopeSpec
 from polyattn.messages import is_number, shown
 from polyattn.registry import readers
-from polyattn_modules.fields import QKNorm, exact_fields, faults_of, like, written_window
+from polyattn_modules.fields import QKNorm, exact_fields, faults_of, keep_one_form, like
 from polyattn_modules.spec import AttentionSpec
 
 
@@ -82,10 +82,7 @@ class LatentSpec:
             )
         if problems:
             raise ConfigError("; ".join(problems))
-        for name in ("dropout", "scale", "norm_eps"):  # one written form for equal numbers
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else float(value))
-        object.__setattr__(self, "window", written_window(self.window))
+        keep_one_form(self)
 
     @property
     def head_dim(self) -> int:

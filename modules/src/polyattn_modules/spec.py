@@ -14,10 +14,10 @@ from polyattn_modules.fields import (
     Structure,
     exact_fields,
     faults_of,
+    keep_one_form,
     like,
     problem_of,
     structure_of,
-    written_window,
 )
 
 
@@ -56,10 +56,7 @@ class AttentionSpec(Structure):
             )
         if problems:
             raise ConfigError("; ".join(problems))
-        for name in ("dropout", "softcap", "scale"):  # one written form for equal numbers
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else float(value))
-        object.__setattr__(self, "window", written_window(self.window))
+        keep_one_form(self)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> AttentionSpec:
