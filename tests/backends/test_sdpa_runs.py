@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import pickle
 import random
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import AttentionRequest, MaskLayout
+from polyattn import AttentionRequest, MaskLayout, StructuredMask
 from polyattn_conformance.reference import reference_attention
 from polyattn_sdpa import _backend, _ops, _runs
 from polyattn_sdpa._tiles import mask_of
@@ -90,6 +92,8 @@ def painted(layout, table):
             shown = (mask_of(tile, torch.float32, torch.device("cpu")) == 0).long()
             blind = [row for start, stop in tile.blind for row in range(start, stop)]
             assert (~shown.any(1)).nonzero().flatten().tolist() == blind
+        if tile.diagonal:
+            shown = torch.eye(len(shown), dtype=torch.int64).repeat(1, len(tile.keys))
         place = 0
         for start, stop in tile.keys:
             part = shown.tril() if tile.causal else shown[:, place : place + stop - start]
@@ -200,14 +204,57 @@ def test_what_a_kernel_returns_for_a_row_that_a_mask_hides_whole_is_not_merged(d
     torch.testing.assert_close((got.output, got.lse), tuple(x.to(dtype) for x in want))
 
 
+def draft_step(length, steps, valid=None):
+    """A query sees the keys up to its place of the first step, and its own key of each later one."""
+    place, number = torch.arange(length)[None], torch.arange(steps).repeat_interleave(length)[None]
+
+    def part(step, window):
+        mask = StructuredMask(
+            causal=True,
+            window=window,
+            kv_valid=None if valid is None else valid.repeat(1, steps),
+            q_positions=place,
+            kv_positions=place.repeat(1, steps),
+            q_segments=torch.full_like(place, step),
+            kv_segments=number,
+        )
+        return MaskLayout(length, steps * length, visibility=mask, active_queries=valid)
+
+    return functools.reduce(operator.or_, [part(0, None), *[part(step, 1) for step in range(1, steps)]])
+
+
+def test_the_diagonals_of_a_draft_are_products_beside_one_causal_call():
+    table = _runs.planned(draft_step(500, 4).to_bands(), float("inf"))
+    causal, products = _runs.tiles_of(table)
+    assert (causal.causal, causal.diagonal, products.diagonal) == (True, False, True)
+    assert products.keys == ((500, 1000), (1000, 1500), (1500, 2000))
+    assert products.adds
+
+
+@pytest.mark.parametrize("sizes", [{}, {"heads": 2}, {"kv_heads": 1, "v_width": 5}], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_diagonals_are_exact_forward_and_backward_with_the_lse(sizes, padded):
+    valid = torch.arange(400) < torch.tensor([[400], [310]]) if padded else None
+    layout = draft_step(400, 4, valid)
+    prepared = check(layout, tensors(layout, batch=2, **sizes))
+    assert any(tile.diagonal for tile in _runs.tiles_of(prepared.state.table))
+
+
+def test_queries_that_see_nothing_but_diagonals_are_exact():
+    steps = draft_step(400, 3)
+    layout = steps & MaskLayout.padded(torch.arange(1200)[None] >= 400, q_len=400, causal=False)
+    assert all(tile.diagonal for tile in _runs.tiles_of(check(layout, tensors(layout)).state.table))
+
+
 def deep_tree(tokens):
     """Two children to each node, four levels, level by level: a leaf's queries lie in a call for each level."""
     return MaskLayout.tree([(node - 1) // 2 if node else -1 for node in range(15)], [tokens] * 15)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
-def test_half_precision_adds_any_number_of_parts_in_float32(dtype):
-    layout = deep_tree(200)
+@pytest.mark.parametrize("make", [lambda: deep_tree(200), lambda: draft_step(400, 5)], ids=["tree", "diagonals"])
+def test_half_precision_adds_any_number_of_parts_in_float32(dtype, make):
+    layout = make()
     qkv = tensors(layout, heads=2, kv_heads=1, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in qkv]
     weights = torch.randn(1, 2, layout.q_len, 8, generator=torch.Generator().manual_seed(1))

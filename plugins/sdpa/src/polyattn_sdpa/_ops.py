@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyattn.kernels import accumulation_dtype, merge_into, op_or_function, refuse_lse_gradient
-from polyattn_sdpa import _kernels
+from polyattn_sdpa import _diagonals, _kernels
 from polyattn_sdpa._runs import tiles_of
 from polyattn_sdpa._tiles import mask_of
 
@@ -115,7 +115,10 @@ def _forward(
     output = q.new_zeros(_output_shape(q, v), dtype=high if adds else q.dtype).transpose(1, 2)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=high)
     for step in steps:
-        part, part_lse = _kernels.forward(q[step.queries], *step.of(k, v), step.mask, step.causal, scale)
+        if step.diagonal:
+            part, part_lse = _diagonals.forward(q[step.queries], step.places(k), step.places(v), scale)
+        else:
+            part, part_lse = _kernels.forward(q[step.queries], *step.of(k, v), step.mask, step.causal, scale)
         for start, stop in step.blind:
             part[:, :, start:stop], part_lse[:, :, start:stop] = 0.0, -torch.inf
         if step.adds:
@@ -162,17 +165,15 @@ def _backward(
     dk, dv = torch.zeros_like(k, dtype=high), torch.zeros_like(v, dtype=high)
     for step in steps:
         at = step.queries
+        of_lse = None if grad_lse is None else grad_lse[at]
+        if step.diagonal:
+            into = dq[at], step.places(dk), step.places(dv)
+            _diagonals.backward(
+                grad[at], of_lse, q[at], step.places(k), step.places(v), output[at], lse[at], scale, into
+            )
+            continue
         part, *of_keys = _kernels.backward(
-            grad[at],
-            None if grad_lse is None else grad_lse[at],
-            q[at],
-            *step.of(k, v),
-            output[at],
-            lse[at],
-            step.mask,
-            step.causal,
-            scale,
-            upcast,
+            grad[at], of_lse, q[at], *step.of(k, v), output[at], lse[at], step.mask, step.causal, scale, upcast
         )
         if step.adds:
             dq[at].add_(part)
@@ -223,6 +224,7 @@ class _Step(NamedTuple):
         causal: the kernel's own flag.
         blind: rows that the mask hides everything from, where the kernel's LSE means nothing.
         adds: whether an earlier step has computed some of its rows.
+        diagonal: whether its i-th query sees the i-th key of each place.
     """
 
     queries: _Where
@@ -231,21 +233,23 @@ class _Step(NamedTuple):
     causal: bool = False
     blind: Sequence[tuple[int, int]] = ()
     adds: bool = False
+    diagonal: bool = False
+
+    def places(self, x: Tensor) -> list[Tensor]:
+        """What lies of keys or values in each of its places."""
+        return [x[self.queries[0], :, start:stop] for start, stop in self.keys]
 
     def of(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Its keys and values."""
-        rows = self.queries[0]
         if len(self.keys) == 1:
-            at = (rows, _ALL, slice(*self.keys[0]))
-            return k[at], v[at]
-        places = [(rows, _ALL, slice(*keys)) for keys in self.keys]
-        return torch.cat([k[at] for at in places], 2), torch.cat([v[at] for at in places], 2)
+            return self.places(k)[0], self.places(v)[0]
+        return torch.cat(self.places(k), 2), torch.cat(self.places(v), 2)
 
     def add_to(self, whole: Tensor, piece: Tensor) -> None:
         """Add the gradient of its keys to that of all."""
         sizes = [stop - start for start, stop in self.keys]
-        for (start, stop), part in zip(self.keys, piece.split(sizes, 2), strict=True):
-            whole[self.queries[0], :, start:stop].add_(part)
+        for place, part in zip(self.places(whole), piece.split(sizes, 2), strict=True):
+            place.add_(part)
 
 
 def _walk(q: Tensor, k: Tensor, table: Tensor | None, mask: Tensor | None, per_row: bool) -> tuple[list[_Step], bool]:
@@ -262,6 +266,6 @@ def _walk(q: Tensor, k: Tensor, table: Tensor | None, mask: Tensor | None, per_r
         if key not in masks:
             masks[key] = mask_of(tile, q.dtype, q.device)
         at_q = (rows, _ALL, slice(tile.q_start, tile.q_stop))
-        found.append(_Step(at_q, tile.keys, masks[key], tile.causal, tile.blind, tile.adds))
+        found.append(_Step(at_q, tile.keys, masks[key], tile.causal, tile.blind, tile.adds, tile.diagonal))
         adds = adds or tile.adds
     return found, adds

@@ -5,6 +5,7 @@ queries costs a pass over it. So
 
 * a long band is a call, or one for each of its strips; long bands that the same queries see whole are one;
 * long bands of a few keys that all their queries see are one call, as far as they go together;
+* long bands of one key for each query, diagonals, are products, no call, as far as they go together;
 * the rest is cut into groups of few rows. What all rows of a group see is one call without a mask, the other keys are
   one call under a mask; where the former is little, both are one.
 
@@ -35,6 +36,9 @@ FEW_COMMON = 128
 #: to 2048 queries and keys: 22 ns a score, 23 rows, 26 keys and 2000 scores in the kernel without a mask; 24 ns, 21
 #: rows, 20 keys and 2600 scores with one. Slicing, gathering and merging take as much again as the constant.
 ROW_COST, KEY_COST, CALL_COST, BAND_COST = 25, 25, 5000, 500
+
+#: What a query and its key of a diagonal take, in scores of a large call.
+DIAGONAL_COST = 40
 
 Call = list[Band]
 
@@ -72,12 +76,15 @@ def tiles_of(table: Tensor) -> list[Tile]:
 
 
 def _tiles(call: Call) -> list[Tile]:
-    return strips(call[0]) if len(call) == 1 else [joined(call)]
+    single = len(call) == 1 and not call[0].is_diagonal
+    return strips(call[0]) if single else [joined(call)]
 
 
 def _cost(tile: Tile) -> int:
     """What a tile takes, forward and backward, in scores of a large call."""
     rows = tile.q_stop - tile.q_start
+    if tile.diagonal:
+        return DIAGONAL_COST * tile.width + CALL_COST
     scores = (rows // 2 if tile.causal else rows) + ROW_COST
     return scores * (tile.width + KEY_COST) + CALL_COST + BAND_COST * len(tile.pattern)
 
@@ -145,9 +152,12 @@ def _calls_of_row(bands: list[Band]) -> Iterator[Call]:
     thin: list[Band] = []
     narrow: list[Band] = []
     short: list[Band] = []
+    diagonal: list[Band] = []
     for band in bands:
         if band.q_stop - band.q_start < STRIP:
             short.append(band)
+        elif band.is_diagonal:
+            diagonal.append(band)
         elif min(band.k_stop - band.k_start, band.high - band.low + 1) <= THIN:
             (thin if band.is_full else narrow).append(band)
         elif band.is_full:
@@ -155,8 +165,9 @@ def _calls_of_row(bands: list[Band]) -> Iterator[Call]:
         else:
             yield [band]
     yield from wide.values()
-    for start, stop, alive in _pieces(thin):
-        yield _cut(alive, start, stop)
+    for together in (thin, diagonal):
+        for start, stop, alive in _pieces(together):
+            yield _cut(alive, start, stop)
     yield from _grouped(short, STRIP)
     yield from _grouped(narrow, THIN_ROWS)
 

@@ -39,6 +39,11 @@ class Band(NamedTuple):
         """Whether every query sees every key."""
         return self.low <= self.k_start - self.k_stop + 1 and self.high >= self.q_stop - self.q_start - 1
 
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether the i-th query sees the i-th key, of as many."""
+        return self.low == self.high == 0 and self.q_stop - self.q_start == self.k_stop - self.k_start
+
     def part(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Band | None:
         """What lies in a rectangle, without ends that see or show nothing; ``None`` where that is nothing."""
         q0, q1 = max(q_start, self.q_start), min(q_stop, self.q_stop)
@@ -68,6 +73,7 @@ class Tile(NamedTuple):
             counted from the tile's first query and key.
         blind: from which to before which row, counted from the tile's first, it sees nothing of these keys.
         adds: whether an earlier tile has some of its queries.
+        diagonal: its i-th query sees the i-th key of each place.
     """
 
     batch: int
@@ -78,6 +84,7 @@ class Tile(NamedTuple):
     pattern: tuple[tuple[int, ...], ...] = ()
     blind: tuple[tuple[int, int], ...] = ()
     adds: bool = False
+    diagonal: bool = False
 
     @property
     def width(self) -> int:
@@ -115,6 +122,9 @@ def strips(band: Band, rows: int = STRIP) -> list[Tile]:
 def joined(bands: Sequence[Band]) -> Tile:
     """One tile of several bands, no pair of a query and a key in two of them."""
     q_start, q_stop = min(band.q_start for band in bands), max(band.q_stop for band in bands)
+    if all(band.is_diagonal and band[1:3] == (q_start, q_stop) for band in bands):
+        places = sorted((band.k_start, band.k_stop) for band in bands)
+        return Tile(bands[0].batch, q_start, q_stop, tuple(places), diagonal=True)
     keys: list[tuple[int, int]] = []
     for start, stop in sorted({(band.k_start, band.k_stop) for band in bands}):
         if keys and start <= keys[-1][1]:
