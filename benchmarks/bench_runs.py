@@ -162,6 +162,40 @@ def drafts(steps, bars):
     return run
 
 
+def _formed(form, make):
+    return form(make())
+
+
+class Steps:
+    """All steps of a draft's training, EAGLE-3's form: step s has the keys of all steps up to its own."""
+
+    def __init__(self, form, length, steps):
+        makers = [draft_steps(length, count) for count in range(1, steps + 1)]
+        self.sides = [Side(functools.partial(_formed, form, make)) for make in makers]
+
+    def attend(self):
+        for side in self.sides:
+            side.attend()
+
+    def whole(self):
+        for side in self.sides:
+            side.whole()
+
+
+def training(rounds, quick):
+    length = 2048 >> quick
+    ours, other = Steps(lambda layout: layout, length, 7), Steps(as_mod, length, 7)
+    attend = against(ours.attend, other.attend, rounds)
+    whole = against(ours.whole, other.whole, 1)
+    return {
+        "attend": attend["ratio"],
+        "attend, bar": ">= 4",
+        "attend, ours_s": attend["ours_s"],
+        "with prepare": whole["ratio"],
+        "with prepare, bar": ">= 4",
+    }
+
+
 BENCHES = {
     "prefix 1024 and 8 responses of 256": shared_prefix,
     "a tree of 1024, 3 of 256, 12 of 128": deep_tree((1024, 256, 128), (3, 4), ">= 2.5"),
@@ -170,6 +204,7 @@ BENCHES = {
     "window 512 with 4 sink tokens in 8192": sinks,
     "block diffusion, 2048 in blocks of 32": blocks,
     "draft of 7 steps at 2048": drafts(7, {"attend": ">= 5", "with prepare": ">= 5"}),
+    "EAGLE-3, all 7 steps at 2048": training,
     "draft of 4 steps at 2048": drafts(4, {"attend": ">= 3", "with prepare": ">= 5"}),
 }
 
