@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import fa_stand_in
-from polyattn import AttentionRequest, MaskLayout, UnsupportedAttentionError, attention, backends
+from polyattn import AttentionInputError, AttentionRequest, MaskLayout, UnsupportedAttentionError, attention, backends
 from polyattn.select import prepare
+from polyattn_fa2 import FlashOptions, paged_attention
 
 
 def reference(q, k, v, layout):
@@ -135,6 +136,61 @@ def test_fa_refuses_what_its_kernel_cannot_say():
     refused = pytest.raises(UnsupportedAttentionError, match="ability 'kv_lengths', which 'fa' does not have")
     with fa_stand_in.stand_in("torch_varlen"), refused:
         prepare(varlen, layout_of("one token"), request)
+
+
+def paged(lengths, q_len=1, page=256, width=8, dtype=torch.bfloat16):
+    """Queries, pages in a random order, and keys and values as they lie in the rows, ``[B, H, K, D]``."""
+    generator = torch.Generator().manual_seed(0)
+    count = -(-max(lengths) // page)
+    table = torch.randperm(len(lengths) * count + 2, generator=generator)[: len(lengths) * count].view(-1, count).int()
+    k, v = (torch.randn(len(lengths) * count + 2, page, 2, width, generator=generator).to(dtype) for _ in range(2))
+    q = torch.randn(len(lengths), 4, q_len, width, generator=generator).to(dtype)
+    rows = [x[table.long()].flatten(1, 2).transpose(1, 2) for x in (k, v)]
+    return (q, k, v, table, torch.tensor(lengths)), rows
+
+
+@pytest.mark.parametrize(("q_len", "window"), [(1, None), (3, None), (3, 300)])
+def test_fa_finds_pages_by_the_kernels_block_table_and_copies_none(q_len, window):
+    given, (k, v) = paged([700, 3, 256], q_len)
+    sinks = torch.randn(4)
+    with fa_stand_in.stand_in() as calls:
+        got = paged_attention(*given, window=window, sinks=sinks, return_lse=True)
+    (call,) = calls.forward
+    assert call["k_cache"].data_ptr() == given[1].data_ptr()
+    assert call["v_cache"].data_ptr() == given[2].data_ptr()
+    layout = MaskLayout.cached(given[4], q_len, k.shape[2], window=window, finite=True)
+    want = attention(given[0].float(), k.float(), v.float(), layout, backend="eager", sinks=sinks, return_lse=True)
+    torch.testing.assert_close(got.output.float(), want.output, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(got.lse, want.lse, atol=0.02, rtol=0.02)
+
+
+def test_fa_refuses_pages_that_its_kernel_cannot_read():
+    def codes(provider="flash_attn", **sizes):
+        with fa_stand_in.stand_in(provider), pytest.raises(UnsupportedAttentionError) as error:
+            paged_attention(*paged([40], **sizes)[0], options=FlashOptions(provider=provider))
+        return [reason.code for reason in error.value.reasons]
+
+    assert codes(page=16) == ["page_size"]
+    assert codes(width=12) == ["page_width"]
+    assert codes(dtype=torch.float32) == ["no_float32"]
+    assert codes("torch_varlen") == ["no_kv_lengths"]
+    q, *rest = paged([40])[0]
+    with fa_stand_in.stand_in(), pytest.raises(UnsupportedAttentionError, match="the kernel has no backward"):
+        paged_attention(q.requires_grad_(), *rest)
+    with pytest.raises(UnsupportedAttentionError, match="cuda device"):
+        paged_attention(q.detach(), *rest)
+
+
+def test_paged_keys_that_do_not_fit_are_named():
+    q, k, v, table, lengths = paged([40, 3])[0]
+    with pytest.raises(
+        AttentionInputError, match=r"block_table must be int32 .* got torch.int64 .*casts; lengths must"
+    ):
+        paged_attention(q, k, v, table.long(), lengths[:1])
+    with pytest.raises(AttentionInputError, match="k_pages must be a tensor of 4 dimensions, got shape"):
+        paged_attention(q, k[0], v, table, lengths)
+    with pytest.raises(AttentionInputError, match=r"v_pages like it, got k_pages .* beside q"):
+        paged_attention(q, k, v[:1], table, lengths)
 
 
 @pytest.mark.filterwarnings("ignore:backend 'flex_attention' with compiled=False")

@@ -265,7 +265,10 @@ def flash_attn(calls: Calls) -> Any:
         _check(q, k_cache, v_cache, heads=(q.shape[2], k_cache.shape[2]))
         assert cache_seqlens.dtype is torch.int32, "cache_seqlens must have dtype int32"
         assert cache_seqlens.shape == q.shape[:1]
-        assert block_table is None
+        if block_table is not None:
+            assert block_table.dtype is torch.int32, "block_table must have dtype torch.int32"
+            assert k_cache.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+            k_cache, v_cache = (x[block_table.long()].flatten(1, 2) for x in (k_cache, v_cache))
         rule, queries = _Rule(softmax_scale, causal, *window_size, softcap), q.shape[1]
         rows = []
         for one, keys, values, length in zip(q, k_cache, v_cache, cache_seqlens.tolist(), strict=True):

@@ -53,11 +53,16 @@ class CachedKeys:
         return (self.lengths[:, None] + places < 0)[:, None, :, None]
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, cached: CachedKeys, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Output ``[B, Hq, Q, Dv]`` and FP32 LSE ``[B, Hq, Q]``; shapes as for ``flash``."""
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, cached: CachedKeys, settings: Settings, block_table: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output ``[B, Hq, Q, Dv]`` and FP32 LSE ``[B, Hq, Q]``.
+
+    Shapes are those of ``flash``; with a block table, k and v are ``[pages, Hkv, page, D]``.
+    """
     run: Callable[..., tuple[Tensor, Tensor]] = op_or_function(_decode_op, _decode, q)
     how = (settings.provider, settings.scale, settings.softcap)
-    return run(q, k, v, cached.lengths, list(cached.window_size), *how)
+    return run(q, k, v, cached.lengths, block_table, list(cached.window_size), *how)
 
 
 def _decode(
@@ -65,6 +70,7 @@ def _decode(
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
+    block_table: Tensor | None,
     window_size: list[int],
     provider: str,
     scale: float,
@@ -73,7 +79,7 @@ def _decode(
     width, v_width = padded_width(q.shape[3], v.shape[3]), v.shape[3]
     tq, tk, tv = (with_width(x, width).transpose(1, 2) for x in (q, k, v))
     call = KernelCall(scale, (window_size[0], window_size[1]), softcap, 0.0, False)
-    output, lse = providers.get(provider).decode(tq, tk, tv, lengths, call)
+    output, lse = providers.get(provider).decode(tq, tk, tv, lengths, block_table, call)
     lse = torch.where(lse == torch.inf, torch.nan, lse)  # the kernels say +inf where a sum is NaN
     return output[..., :v_width].transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -87,6 +93,7 @@ def _(
     k: Tensor,
     v: Tensor,
     lengths: Tensor,
+    block_table: Tensor | None,
     window_size: list[int],
     provider: str,
     scale: float,

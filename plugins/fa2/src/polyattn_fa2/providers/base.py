@@ -132,11 +132,14 @@ class Provider(abc.ABC):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall) -> Forward:
         """Output, FP32 natural-log LSE (``[B, Hq, Q]`` or ``[Hq, tokens]``), and the dropout's state, int64 ``[2]``."""
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, call: KernelCall) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_table: Tensor | None, call: KernelCall
+    ) -> tuple[Tensor, Tensor]:
         """Output ``[B, Q, Hq, D]`` and LSE ``[B, Hq, Q]`` over the first ``lengths`` (int32 ``[B]``) keys of each row.
 
         For providers with the ability ``kv_lengths``. q is ``[B, Q, Hq, D]``; k and v are ``[B, K, Hkv, D]``, of any
-        strides but the last. The last query of a row stands at its last key. Inference only.
+        strides but the last; with a block table (int32 ``[B, N]``) they are ``[pages, page, Hkv, D]``. The last query
+        of a row stands at its last key. Inference only.
         """
         raise NotImplementedError(f"{self.name} has no kernel with key lengths of rows")
 

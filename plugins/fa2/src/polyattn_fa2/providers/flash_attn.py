@@ -69,13 +69,16 @@ class FlashAttn(Provider):
         output, lse, _, rng_state = run(q, k, v, **_lengths(call), **_settings(call), return_softmax=False)
         return output, lse, rng_state
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, call: KernelCall) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, block_table: Tensor | None, call: KernelCall
+    ) -> tuple[Tensor, Tensor]:
         """One call on the cache as it is."""
         output, lse = self.load().flash_attn_with_kvcache(
             q,
             k,
             v,
             cache_seqlens=lengths,
+            block_table=block_table,
             softmax_scale=call.scale,
             causal=call.causal,
             window_size=call.window_size,
