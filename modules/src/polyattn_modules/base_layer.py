@@ -39,7 +39,9 @@ class AttentionLayer(nn.Module, Generic[_Spec]):
         Raises:
             UnsupportedAttentionError: it cannot do what the layer needs; the old backend stays.
         """
-        self.kind = self._able(LayerKind(resolve_backend(backend, options), self.kind.spec), placed=False)
+        self.kind = self._able(
+            LayerKind(resolve_backend(backend, options), self.kind.spec, self.kind.mesh), placed=False
+        )
 
     @property
     def backend(self) -> AttentionBackend:

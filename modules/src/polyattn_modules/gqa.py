@@ -7,7 +7,7 @@ value width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,20 @@ from polyattn.rope import rotate_channels, rotate_heads
 from polyattn.select import resolve_backend
 from polyattn_modules.base_layer import AttentionLayer
 from polyattn_modules.cache import KVCache
+from polyattn_modules.dtensors import check_tensors, entering, leaving
 from polyattn_modules.fields import FIELDS, QKNorm, structure_of
 from polyattn_modules.inputs import check_dtype, check_making, check_projected
 from polyattn_modules.kind import LayerKind
 from polyattn_modules.norm import RMSNorm
+from polyattn_modules.parallel import check_parallel, share_out
 from polyattn_modules.projections import keys_and_values, load_either_form, queries
 from polyattn_modules.reading import read_scope
 from polyattn_modules.sinks import HeadSinks
 from polyattn_modules.sources import NOTHING, KeySource, Pair
 from polyattn_modules.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class GroupedQueryAttention(AttentionLayer[AttentionSpec]):
@@ -126,6 +131,42 @@ class GroupedQueryAttention(AttentionLayer[AttentionSpec]):
         """
         return cls(**structure_of(spec), **rest)
 
+    def parallelize(self, mesh: DeviceMesh) -> GroupedQueryAttention:
+        """Share the heads out to the ranks of ``mesh`` (tensor parallelism); the layer changes in place.
+
+        The parameters become DTensors, as the mesh's first rank has them: q, k and v by columns, ``o_proj`` by rows,
+        sinks by heads, norm weights whole on each rank with gradients summed over the ranks. A fused projection becomes
+        three, since each rank needs its own part of each; a state dict of either form still loads. Build the
+        optimizer, and call ``fully_shard``, afterwards.
+
+        All ranks see all tokens: the hidden states are the same plain tensor on every rank, or a DTensor on ``mesh``
+        with placements ``[Replicate()]`` or ``[Shard(1)]`` (sequence parallelism, as ``SequenceParallel`` norms give
+        it); the output is placed as they were. Keys and values that are given or kept, the bias and the LSE are of this
+        rank's heads: make a cache by ``KVCache(layer.local_spec, ...)``.
+
+        Args:
+            mesh: of one dimension.
+
+        Returns:
+            The layer.
+
+        Raises:
+            ConfigError: heads do not divide, the layer has dropout, or it is not as it was built; every fault in one
+                message, and nothing was changed.
+        """
+        check_parallel(self, mesh)
+        kind = self._able(LayerKind(self.backend, self.spec, mesh), placed=False)
+        share_out(self, mesh)
+        self.kind = kind
+        return self
+
+    @property
+    def local_spec(self) -> AttentionSpec:
+        """The structure of this rank's heads; :attr:`spec` where the layer is not parallelised."""
+        spec = self.kind.local
+        assert isinstance(spec, AttentionSpec)
+        return spec
+
     def fill(
         self,
         scope: AttentionScope,
@@ -196,6 +237,10 @@ class GroupedQueryAttention(AttentionLayer[AttentionSpec]):
         prepared, tables, context_tables, factors, low = read_scope(
             self, kind, scope, hidden, positions, source, attention_bias, return_lse
         )
+        mesh, given = kind.mesh, hidden
+        if mesh is not None:
+            hidden = entering(hidden, mesh)
+            kv_hidden = None if kv_hidden is None else entering(kv_hidden, mesh)
         parts: dict[str, Any] = self._modules  # asked directly: Module.__getattr__ takes several times as long
         first = parts["qkv_proj" if self.fused_qkv else "q_proj"]
         q_norm, k_norm, rotary = parts.get("q_norm"), parts.get("k_norm"), parts.get("rotary")
@@ -240,6 +285,8 @@ class GroupedQueryAttention(AttentionLayer[AttentionSpec]):
         sinks = parts.get("sinks")
         result = prepared(q, k, v, bias=attention_bias, sinks=None if sinks is None else sinks.logits())
         output: Tensor = parts["o_proj"](result.output.transpose(1, 2).flatten(2))
+        if mesh is not None:
+            output = leaving(output, given)
         return AttentionResult(output, result.lse) if return_lse else output
 
     def keys_values(self, hidden: Tensor, positions: Tensor | None, *, scope: AttentionScope | None = None) -> Pair:
@@ -256,7 +303,10 @@ class GroupedQueryAttention(AttentionLayer[AttentionSpec]):
         Raises:
             AttentionInputError: a shape, dtype or device does not fit.
         """
+        mesh = self.kind.mesh
+        check_tensors(mesh, hidden, positions, NOTHING, None)
         check_projected(self.spec, hidden, positions)
+        hidden = hidden if mesh is None else entering(hidden, mesh)
         rotary, tables = self.rotary, None
         if rotary is not None and positions is not None:
             tables = rotary(positions) if scope is None else scope.rotary(rotary, positions)

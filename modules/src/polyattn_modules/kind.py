@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,9 @@ from polyattn import AttentionBackend, AttentionRequest, MaskLayout, Reason
 from polyattn.select import refusals
 from polyattn_modules.latent_spec import LatentSpec
 from polyattn_modules.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 LayerSpec = AttentionSpec | LatentSpec
 
@@ -25,17 +29,24 @@ class LayerKind:
     Attributes:
         backend: the backend.
         spec: the structure.
+        mesh: whose ranks share the heads; ``None`` for a layer of one process.
+        local: the structure with this rank's heads alone, which requests, caches and given keys have.
         early, late: its norm of queries and keys, if that comes before the rotation, or after it.
         name: equal for layers of one backend object and equal structures; compared in every forward, so a string.
     """
 
-    def __init__(self, backend: AttentionBackend, spec: LayerSpec) -> None:
+    def __init__(self, backend: AttentionBackend, spec: LayerSpec, mesh: DeviceMesh | None = None) -> None:
         self.backend = backend
-        self.spec = spec
+        self.spec: LayerSpec = spec
+        self.local: LayerSpec = spec
+        self.mesh = mesh
+        if mesh is not None and isinstance(spec, AttentionSpec):
+            heads, kv_heads = spec.num_heads // mesh.size(), spec.num_kv_heads // mesh.size()
+            self.local = dataclasses.replace(spec, num_heads=heads, num_kv_heads=kv_heads)
         norm = spec.qk_norm
         self.early = norm if norm is not None and norm.position == "before" else None
         self.late = norm if self.early is None else None
-        self.name = f"{id(backend)} {spec!r}"
+        self.name = f"{id(backend)} {spec!r}" + ("" if mesh is None else f" {mesh.size()}")
 
     @functools.cached_property
     def absorbed(self) -> LayerKind:
@@ -49,7 +60,7 @@ class LayerKind:
         Args:
             call: the fields of :class:`AttentionRequest` that the structure does not say.
         """
-        spec = self.spec
+        spec = self.local
         return AttentionRequest(
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
@@ -61,6 +72,12 @@ class LayerKind:
             has_sinks=spec.sinks,
             **call,
         )
+
+    @property
+    def heads_here(self) -> tuple[int, int]:
+        """The first of this rank's query heads, and the first after them."""
+        heads, rank = self.local.num_heads, 0 if self.mesh is None else self.mesh.get_local_rank()
+        return rank * heads, (rank + 1) * heads
 
     def refusals(self, dtype: torch.dtype, device: torch.device | None) -> tuple[Reason, ...]:
         """Why the backend cannot serve the structure, whatever the forwards bring.
@@ -79,4 +96,4 @@ class LayerKind:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayerKind, (self.backend, self.spec)
+        return LayerKind, (self.backend, self.spec, self.mesh)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyattn.kernels import transforming
+from polyattn_modules.dtensors import summed
 
 
 class RMSNorm(nn.Module):
@@ -22,6 +23,10 @@ class RMSNorm(nn.Module):
         eps: added to the mean of squares; stated, never defaulted, because model families differ.
         weighted: whether a learned weight multiplies the result.
         device, dtype: of the weight.
+
+    Attributes:
+        parted: whether each rank of a mesh normalises other heads by one weight, a DTensor, whose gradient then is the
+            sum over the ranks; :meth:`GroupedQueryAttention.parallelize` sets it.
     """
 
     def __init__(
@@ -36,10 +41,11 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.width = width
         self.eps = eps
+        self.parted = False
         self.register_parameter(
             "weight", nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if weighted else None
         )
-        self.weight: nn.Parameter | None
+        self.weight: Tensor | None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -49,9 +55,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``[..., width]``; the dtype stays."""
+        weight = self.weight
+        if self.parted and weight is not None:
+            weight = summed(weight)
         if x.dtype in {torch.float32, torch.float64} or torch.compiler.is_compiling() or transforming():
-            return _normalised(x, self.weight, self.eps)
-        normalised: Tensor = _Low.apply(x, self.weight, self.eps)
+            return _normalised(x, weight, self.eps)
+        normalised: Tensor = _Low.apply(x, weight, self.eps)
         return normalised
 
     def extra_repr(self) -> str:

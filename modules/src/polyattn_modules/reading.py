@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from polyattn import AttentionScope, MaskLayout, PreparedAttention, RotaryEmbedding, RotaryTables
 from polyattn.kernels import autocast_dtype
+from polyattn_modules.dtensors import check_tensors
 from polyattn_modules.inputs import check_inputs, check_types
 from polyattn_modules.kind import LayerKind
 from polyattn_modules.sources import NOTHING, KeySource
@@ -56,6 +57,8 @@ def read_scope(
     """
     if source is not NOTHING or not (isinstance(scope, AttentionScope) and isinstance(hidden, Tensor)):
         check_types(scope, hidden, source)
+    if kind.mesh is not None:
+        check_tensors(kind.mesh, hidden, positions, source, bias)
     own: MaskLayout | None = None
     if source.cache is not None:
         own = source.cache.layout(hidden.shape[1])
@@ -91,7 +94,9 @@ def read_scope(
     # A compiler would guard on what is kept, and compile again when there is more.
     found: Read | None = None if compiling else scope.find(kind.name, key, positions, kv_positions, own)
     if found is None:
-        layout = check_inputs(kind.spec, scope, hidden, positions, source, low, needs_grad)
+        if kind.mesh is None and not compiling:
+            check_tensors(None, hidden, positions, source, bias)
+        layout = check_inputs(kind.local, scope, hidden, positions, source, low, needs_grad)
         request = kind.request(
             batch=hidden.shape[0],
             dtype=hidden.dtype if low is None or hidden.dtype is torch.float64 else low,
@@ -109,6 +114,8 @@ def read_scope(
             layout, window = _narrowed(scope, layout, window, positions, kv_positions), None
         elif window is not None:
             places = _places(positions, source)
+        if kind.mesh is not None and layout.heads > 1:
+            layout = _own_heads(scope, layout, kind)
         prepared = scope.prepare(kind.backend, request, layout=layout, window=window, **places)
         tables = None if rotary is None or positions is None else scope.rotary(rotary, positions)
         context_tables = None
@@ -160,4 +167,14 @@ def _narrowed(
     if found is None:
         found = layout.with_window(window, q_positions=positions, kv_positions=kv_positions)
         scope.keep("window", ("given", window), found, layout, positions, kv_positions)
+    return found
+
+
+def _own_heads(scope: AttentionScope, layout: MaskLayout, kind: LayerKind) -> MaskLayout:
+    """The layout of this rank's heads."""
+    heads = kind.heads_here
+    found: MaskLayout | None = scope.find("heads", heads, layout)
+    if found is None:
+        found = layout.select_heads(slice(*heads))
+        scope.keep("heads", heads, found, layout)
     return found

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from polyattn_modules.dtensors import own
+
 
 class HeadSinks(nn.Embedding):
     """Sink logits, ``[heads]``, zero at first.
@@ -27,5 +29,6 @@ class HeadSinks(nn.Embedding):
         nn.init.zeros_(self.weight)
 
     def logits(self) -> Tensor:
-        """The logits, ``[heads]``."""
-        return self.weight[0]
+        """The logits, ``[heads]``; of this rank's heads where a mesh shares them."""
+        weight = self.weight
+        return (weight if type(weight) is nn.Parameter else own(weight))[0]
