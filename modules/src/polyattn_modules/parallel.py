@@ -19,10 +19,8 @@ from polyattn_modules.projections import PARTS, WHOLE, unfuse
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from polyattn_modules.gqa import GroupedQueryAttention
 
-
-def check_parallel(layer: GroupedQueryAttention, mesh: object) -> None:
+def check_parallel(layer: Any, mesh: object) -> None:
     """Refuse a mesh that the layer cannot be shared out over, and a layer that has another form by now.
 
     Raises:
@@ -67,7 +65,7 @@ def _unknown(name: str, module: nn.Module, kind: type[nn.Module]) -> list[str]:
     return [f"{name} must be {kind.__name__} itself, got {type(module).__name__}; parallelise before it is replaced"]
 
 
-def share_out(layer: GroupedQueryAttention, mesh: DeviceMesh) -> None:
+def share_out(layer: Any, mesh: DeviceMesh) -> None:
     """Make the parameters DTensors of ``mesh``, each rank's heads its own. ``layer`` was checked."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

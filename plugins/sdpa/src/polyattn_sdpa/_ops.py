@@ -242,7 +242,8 @@ class _Step(NamedTuple):
     def of(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Its keys and values."""
         if len(self.keys) == 1:
-            return self.places(k)[0], self.places(v)[0]
+            at = (self.queries[0], _ALL, slice(*self.keys[0]))
+            return k[at], v[at]
         return torch.cat(self.places(k), 2), torch.cat(self.places(v), 2)
 
     def add_to(self, whole: Tensor, piece: Tensor) -> None:
